@@ -1,0 +1,182 @@
+"""Does the trace tell the truth, and what does it cost?
+
+For every model: the trace's peak against what PyTorch's allocator says of an untraced step, the
+extra time of tracing, the time of the analyses, and whether anything is left behind (step time,
+memory, results). Prints a table and writes JSON.
+
+    python benchmarks/tracing.py --out benchmarks/results/trace-gpu.json
+"""
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from independent import cpu_peak_bytes
+from machine import machine_facts
+from models import Job, bert, bert_large, chain, custom, gpt2, gpt2_medium, resnet50, small_resnet
+
+import lowtide
+from lowtide._analyze.gaps import idle_gaps
+from lowtide._analyze.load import find_peak
+from lowtide._analyze.recompute import obstacles
+from lowtide._trace.digest import digest
+
+GPU: dict[str, Callable[[], Job]] = {
+    "ResNet-50 256 tf32": lambda: resnet50("cuda"),
+    "GPT-2 medium 16x1024 bf16": lambda: gpt2_medium("cuda"),
+    "BERT-large 16x384": lambda: bert_large("cuda"),
+    "custom autograd.Function": lambda: custom("cuda", 8192, 4096),
+    "30,000 tiny ops": lambda: chain("cuda", 4200),
+}
+CPU: dict[str, Callable[[], Job]] = {
+    "ResNet": lambda: small_resnet("cpu"),
+    "GPT-2": lambda: gpt2("cpu", 4, 64, n_layer=12, n_embd=96, n_head=4, vocab_size=1000),
+    "BERT": lambda: bert(
+        "cpu",
+        4,
+        64,
+        num_hidden_layers=6,
+        hidden_size=96,
+        num_attention_heads=4,
+        intermediate_size=384,
+        vocab_size=1000,
+    ),
+    "custom autograd.Function": lambda: custom("cpu", 512, 256),
+    "30,000 tiny ops": lambda: chain("cpu", 4200),
+}
+
+
+def seconds_per_step(step: Callable[[], object], device: str, steps: int = 5) -> float:
+    """The median of a few steps."""
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def true_peak(build: Callable[[], Job], device: str) -> int:
+    """The most that was allocated in an untraced steady step."""
+    if device == "cpu":
+        return cpu_peak_bytes(lambda: build().step, 4)
+    job = build()
+    for _ in range(3):
+        job.step()
+    torch.cuda.reset_peak_memory_stats()
+    job.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def results_after(build: Callable[[], Job], traced: bool) -> dict[str, torch.Tensor]:
+    """The weights after six steps, two of them traced or not."""
+    torch.manual_seed(0)
+    job = build()
+    job.step()
+    if traced:
+        lowtide.trace(job.step, warmup=1)
+    else:
+        for _ in range(3):
+            job.step()
+    for _ in range(2):
+        job.step()
+    return copy.deepcopy(job.model.state_dict())
+
+
+def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
+    """Everything about one model."""
+    torch.manual_seed(0)
+    truth = true_peak(build, device)
+    release()
+    torch.manual_seed(0)
+    job = build()
+    for _ in range(3):
+        job.step()
+    plain = seconds_per_step(job.step, device)
+    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    lowtide.trace(lambda: torch.ones(1), warmup=0)  # imports are not the cost of a step
+    began = time.perf_counter()
+    trace = lowtide.trace(job.step, warmup=0)
+    extra = time.perf_counter() - began - 2 * plain
+    left = torch.cuda.memory_allocated() - held if device == "cuda" else 0
+    after = seconds_per_step(job.step, device)
+    began = time.perf_counter()
+    peak = find_peak(trace)
+    obstacles(trace)
+    idle_gaps(trace)
+    analysis = time.perf_counter() - began
+    again = digest(lowtide.trace(job.step, warmup=0)) == digest(trace)
+    figures = {
+        "ops": len(trace.ops),
+        "true_peak_bytes": truth,
+        "trace_peak_bytes": peak.bytes,
+        "peak_error": peak.bytes / truth - 1,
+        "plain_step_seconds": plain,
+        "traced_device_seconds": sum(op.seconds for op in trace.ops),
+        "extra_seconds": extra,
+        "extra_seconds_per_3300_ops": extra / len(trace.ops) * 3300,
+        "analysis_seconds": analysis,
+        "step_time_after_over_before": after / plain,
+        "bytes_left_behind": left,
+        "same_digest_twice": again,
+    }
+    del job, trace
+    release()
+    with_trace = results_after(build, traced=True)
+    without = results_after(build, traced=False)
+    figures["same_results"] = all(torch.equal(with_trace[k], without[k]) for k in without)
+    return figures
+
+
+def release() -> None:
+    """Give back what the last model held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Measure every model and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
+    parser.add_argument("--only", help="models whose name contains this")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.backends.cudnn.deterministic = True
+    results: dict[str, Any] = {"machine": machine_facts(), "device": options.device, "models": {}}
+    for name, build in (GPU if options.device == "cuda" else CPU).items():
+        if options.only and options.only not in name:
+            continue
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
+        results["models"][name] = measure(build, options.device)
+        release()
+    print(
+        f"{'model':28}{'ops':>7}{'true peak MiB':>15}{'error':>10}{'extra s':>9}{'analysis s':>12}"
+        f"{'after':>7}{'left':>6}{'digest':>8}{'results':>9}"
+    )
+    for name, m in results["models"].items():
+        print(
+            f"{name:28}{m['ops']:>7}{m['true_peak_bytes'] / 2**20:>15.1f}{m['peak_error']:>+10.3%}"
+            f"{m['extra_seconds']:>9.2f}{m['analysis_seconds']:>12.3f}"
+            f"{m['step_time_after_over_before']:>7.2f}{m['bytes_left_behind']:>6}"
+            f"{'same' if m['same_digest_twice'] else 'DIFFER':>8}"
+            f"{'same' if m['same_results'] else 'DIFFER':>9}"
+        )
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Train PyTorch models in less memory, without touching the model or a bit of its result."""
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide._errors import BadInput, LowtideError, NoStep, ScriptFailed
+from lowtide._ir import Trace
+from lowtide._trace.file import load_trace, save_trace
+
+if TYPE_CHECKING:
+    from lowtide._trace.api import trace
+
+__version__ = "0.1.0"
+__all__ = [
+    "BadInput",
+    "LowtideError",
+    "NoStep",
+    "ScriptFailed",
+    "Trace",
+    "load_trace",
+    "save_trace",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need torch, loaded when first asked for: everything else runs without it."""
+    if name == "trace":
+        from lowtide._trace.api import trace
+
+        return trace
+    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

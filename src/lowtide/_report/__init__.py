@@ -1,0 +1,1 @@
+"""Numbers -> text and pages. Renderers compute nothing but widths."""

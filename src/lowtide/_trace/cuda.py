@@ -1,0 +1,224 @@
+"""What only the GPU can tell: device times, kernel workspace, memory that no tensor holds.
+
+Times. A kernel timed between two events also shows the gap in which the GPU waited for the host.
+So each op is preceded by a short spin on the GPU, during which the host queues event, kernels
+and event; they then run back to back. What an empty pair of events shows is subtracted.
+
+Memory. The allocator's own history gives every allocation in order; its counters, read around
+each op, tell which of them fell into the op. Peak statistics are not touched.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from lowtide._ir import Kind, OpIndex, StorageId, Trace, Value
+from lowtide._trace.book import Book, Entry
+
+GRANULARITY_BYTES = 512  # the caching allocator rounds every request up to this
+_SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue one op
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One entry of the allocator's history."""
+
+    is_alloc: bool
+    address: int
+    bytes: int
+
+
+class CudaProbe:
+    """Measures the ops it is told about, on the device that is current when it is made."""
+
+    def __init__(self, book: Book) -> None:
+        torch.cuda.init()
+        self._device = torch.cuda.current_device()
+        self._spans: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
+        self._history_is_ours = not torch._C._cuda_isHistoryEnabled()
+        if self._history_is_ours:
+            torch.cuda.memory._record_memory_history(
+                "all", context=None, stacks="python", clear_history=True
+            )
+        torch.cuda.synchronize()
+        self._pause = self._measure_pause()
+        held = sum(
+            _rounded(entry.bytes)
+            for entry in book.entries
+            if entry.end is None and entry.device == f"cuda:{self._device}"
+        )
+        self._unseen_bytes = max(torch.cuda.memory_allocated(self._device) - held, 0)
+
+    def begin(self, op: int) -> None:
+        """`op` is about to run."""
+        count = self._event_count()
+        self._ranges[op] = count, count
+        if torch.cuda.is_current_stream_capturing():
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._spans[op] = start, end
+        torch.cuda._sleep(_SPIN_CYCLES)
+        start.record()
+
+    def end(self, op: int) -> None:
+        """`op` has been queued."""
+        if op in self._spans:
+            self._spans[op][1].record()
+        self._ranges[op] = self._ranges[op][0], self._event_count()
+
+    def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:
+        """`trace` with device times, workspace and memory held by no tensor; ends the probe."""
+        torch.cuda.synchronize()
+        ops = list(trace.ops)
+        for i, (start, end) in self._spans.items():
+            seconds = max(start.elapsed_time(end) / 1e3 - self._pause, 0.0)
+            ops[i] = replace(ops[i], seconds=seconds)
+        events = self._events()
+        for i, workspace in _workspaces(events, self._ranges).items():
+            ops[i] = replace(ops[i], workspace_bytes=workspace)
+        device = f"cuda:{self._device}"
+        values = list(trace.values)
+        values += _unseen_values(events, self._ranges, entries, values, device)
+        return replace(
+            trace,
+            ops=tuple(ops),
+            values=tuple(values),
+            granularity_bytes=GRANULARITY_BYTES if trace.device == device else 1,
+            unseen_bytes=self._unseen_bytes if trace.device == device else 0,
+        )
+
+    def _measure_pause(self) -> float:
+        """What a pair of events shows with nothing between them, in seconds."""
+        pairs = []
+        for _ in range(20):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_SPIN_CYCLES)
+            start.record()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return float(median(start.elapsed_time(end) for start, end in pairs)) / 1e3
+
+    def _event_count(self) -> int:
+        counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
+        return int(counts["allocated"] + counts["freed"])
+
+    def _events(self) -> dict[int, _Event]:
+        """The history by the running number of each event, which `_event_count` gives too."""
+        last = self._event_count()
+        history: list[dict[str, Any]] = torch.cuda.memory._snapshot(self._device)["device_traces"][
+            self._device
+        ]
+        if self._history_is_ours:
+            torch.cuda.memory._record_memory_history(None)
+        events = [
+            _Event(entry["action"] == "alloc", entry["addr"], _rounded(entry["size"]))
+            for entry in history
+            if entry["action"] in ("alloc", "free_requested")
+        ]
+        first = last - len(events)
+        return {first + i: event for i, event in enumerate(events)}
+
+
+def _rounded(size: int) -> int:
+    return -(-size // GRANULARITY_BYTES) * GRANULARITY_BYTES
+
+
+def _workspaces(events: dict[int, _Event], ranges: dict[int, tuple[int, int]]) -> dict[int, int]:
+    """For every op the height of its load above both its beginning and its end."""
+    found = {}
+    for op, (start, stop) in ranges.items():
+        load = peak = 0
+        for number in range(start, stop):
+            event = events.get(number)
+            if event is not None:
+                load += event.bytes if event.is_alloc else -event.bytes
+                peak = max(peak, load)
+        if peak > max(load, 0):
+            found[op] = peak - max(load, 0)
+    return found
+
+
+def _unseen_values(
+    events: dict[int, _Event],
+    ranges: dict[int, tuple[int, int]],
+    entries: Sequence[Entry],
+    values: list[Value],
+    device: str,
+) -> list[Value]:
+    """Blocks that outlive the op they were allocated in and belong to no tensor: workspaces that
+    libraries keep, buffers of raw kernels.
+
+    A tensor that was first seen some ops after its allocation gets its true birth instead, in
+    `values`.
+    """
+    births: dict[int, list[tuple[int, int]]] = defaultdict(list)  # address -> (first, value)
+    for i, entry in enumerate(entries):
+        if entry.version == 0 and entry.device == device:
+            births[entry.pointer].append((entry.first, i))
+    found: list[Value] = []
+    for block in _blocks(events, ranges):
+        owner = next(
+            (i for first, i in births[block.address] if block.first <= first < block.end), None
+        )
+        if owner is not None:
+            values[owner] = replace(values[owner], first=OpIndex(block.first))
+        else:
+            found.append(
+                Value(
+                    storage=StorageId(len(entries) + len(found)),
+                    version=0,
+                    bytes=block.bytes,
+                    kind=Kind.TEMPORARY,
+                    first=OpIndex(block.first),
+                    end=OpIndex(block.end),
+                    after=block.after,
+                    device=device,
+                    name="workspace",
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    address: int
+    bytes: int
+    first: int
+    end: int
+    after: bool = False
+
+
+def _blocks(events: dict[int, _Event], ranges: dict[int, tuple[int, int]]) -> Iterator[_Block]:
+    """The allocations of the history that outlive the op they fall into, in op indices."""
+    ops = sorted(ranges)
+    starts = [ranges[op][0] for op in ops]
+    count = ops[-1] + 1
+
+    def begun(number: int, *, inside_counts: bool) -> int:
+        """How many ops had begun at an event, the one it falls into counted or not."""
+        at = bisect_right(starts, number) - 1
+        inside = number < ranges[ops[at]][1]
+        return ops[at] + (1 if inside_counts or not inside else 0)
+
+    open_blocks: dict[int, tuple[int, int]] = {}  # address -> bytes, first
+    for number, event in events.items():
+        if number < starts[0]:
+            continue
+        if event.is_alloc:
+            open_blocks[event.address] = event.bytes, begun(number, inside_counts=False)
+        elif event.address in open_blocks:
+            size, first = open_blocks.pop(event.address)
+            end = begun(number, inside_counts=True)
+            inside_one_op = end == first + 1 and begun(number, inside_counts=False) == first
+            if end > first and not inside_one_op:
+                yield _Block(event.address, size, first, end)
+    for address, (size, first) in open_blocks.items():
+        if first < count:
+            yield _Block(address, size, first, count, after=True)

@@ -1,0 +1,72 @@
+"""Where steps end, and which tensors are the optimizer's: global hooks, no change to scripts."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lowtide._ir import Kind
+
+# tensor, kind, the parameter it belongs to, its name there
+Claim = Callable[[torch.Tensor, Kind, torch.Tensor, str], None]
+
+
+class OptimizerWatch:
+    """Counts the steps of every optimizer and claims its tensors."""
+
+    def __init__(self, claim: Claim, on_step: Callable[[int], None]) -> None:
+        self.running = 0  # depth: an optimizer may call another's step
+        self._claim = claim
+        self._on_step = on_step
+        self._numbers: dict[int, int] = {}
+        self._waiting: WeakSet[Optimizer] | None = None
+
+    def install(self, undo: ExitStack) -> None:
+        """Start watching; `undo` stops it."""
+        undo.callback(register_optimizer_step_pre_hook(self._before).remove)
+        undo.callback(register_optimizer_step_post_hook(self._after).remove)
+
+    def all_have_stepped(self) -> bool:
+        """Whether every optimizer there is has stepped at least once.
+
+        Found by one look through the heap: a GAN's second optimizer exists before it steps.
+        """
+        if self._waiting is None:
+            self._waiting = WeakSet(
+                thing
+                for thing in gc.get_objects()
+                if issubclass(type(thing), Optimizer) and id(thing) not in self._numbers
+            )
+        return not any(getattr(optimizer, "param_groups", None) for optimizer in self._waiting)
+
+    def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.running += 1
+        for parameter in _parameters(optimizer):
+            self._claim(parameter, Kind.PARAMETER, parameter, "")
+            if parameter.grad is not None:
+                self._claim(parameter.grad, Kind.GRADIENT, parameter, "grad")
+
+    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.running -= 1
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, torch.Tensor) and isinstance(state, dict):
+                for name, thing in state.items():
+                    if isinstance(thing, torch.Tensor):
+                        self._claim(thing, Kind.STATE, parameter, str(name))
+        if self._waiting is not None:
+            self._waiting.discard(optimizer)
+        if self.running == 0:
+            self._on_step(self._numbers.setdefault(id(optimizer), len(self._numbers)))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,379 @@
+"""A running torch program -> Trace: the recorder.
+
+A dispatch mode sees every ATen op in forward, backward (PyTorch carries modes into its backward
+threads) and optimizer; the book resolves tensors to values; global hooks tell modules, steps and
+saved tensors. It costs some 50 µs an op: right for a few steps, too slow to stay.
+
+Known to be imperfect: ops that other Python threads run in forward are not seen; regions that
+forbid saved-tensor hooks (torch.func transforms) raise PyTorch's own error.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide._ir import (
+    UNREPLAYABLE,
+    Geometry,
+    GeometryId,
+    Kind,
+    Op,
+    Operand,
+    OpIndex,
+    Phase,
+    Save,
+    StorageId,
+    Trace,
+    Value,
+    ValueId,
+)
+from lowtide._trace.args import encode_args
+from lowtide._trace.book import Book, Entry
+from lowtide._trace.cuda import CudaProbe
+from lowtide._trace.kinds import Claim, settle_kinds, settle_phases
+from lowtide._trace.modules import ModulePaths
+from lowtide._trace.optimizers import OptimizerWatch
+from lowtide._trace.saves import SavedTensors
+from lowtide._trace.schema import OpFacts, op_facts, statistics_tensors, written_tensors
+from lowtide._trace.steps import Mark
+from lowtide._trace.tensors import covers_storage, has_storage, is_wrapper, parts, tensors_in
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+class Recorder(TorchDispatchMode):
+    """Records from `__enter__` to `__exit__`; `recording` then gives the whole as one trace.
+
+    `on_progress` is called outside of backward, after every optimizer step and each time the
+    number of ops has doubled; it may raise to end the script being recorded.
+    """
+
+    def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_progress = on_progress
+        self._next_look = 1024
+        self.measures = True  # whether GPU times and workspaces are taken, which costs time
+        self.ops: list[Op] = []
+        self.marks: list[Mark] = []
+        self.book = Book()
+        self.optimizers = OptimizerWatch(self._claim_of_parameter, self._mark_optimizer)
+        self._modules = ModulePaths(self._claim_root)
+        self._saves = SavedTensors(self.book, self._quietly)
+        self._cuda: CudaProbe | None = None
+        self._claims: dict[int, Claim] = {}
+        self._geometries: dict[Geometry, GeometryId] = {}
+        self._op_of_node: dict[tuple[int, int], int] = {}
+        self._main_thread = threading.get_ident()
+        self._backward_module = ""
+        self._muted = False
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        with ExitStack() as undo:
+            if gc.isenabled():
+                # Collections at moments that depend on how much the recorder allocates would
+                # make two recordings of one step differ.
+                gc.disable()
+                undo.callback(gc.enable)
+            self.book.admit_existing()
+            undo.callback(self.book.close)
+            self._modules.install(undo)
+            self.optimizers.install(undo)
+            self._saves.install(undo)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            undo.push(super().__exit__)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.__exit__(*exc)  # type: ignore[arg-type]
+
+    def mark(self) -> None:
+        """A step ends here, says the caller."""
+        self.marks.append(Mark(self.book.started, -1))
+
+    def stop(self) -> None:
+        """Record nothing from now on: what is alive stays alive in the recording."""
+        self._muted = True
+        self.book.close()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._muted or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if any(is_wrapper(kind) for kind in types):
+            return NotImplemented  # let it take itself apart; its parts come here again
+        facts = op_facts(func)
+        if facts.name == "aten.detach.default" and self._saves.is_unpacking(args[0]):
+            return func(*args, **kwargs)
+        self._saves.forget_unpacking()
+        return self._run(func, facts, args, kwargs)
+
+    def _run(
+        self,
+        func: OpOverload[..., Any],
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        tensors: list[torch.Tensor] = []
+
+        def place(tensor: torch.Tensor) -> int:
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        text = encode_args(args, kwargs, place)
+        operands, values = self._operands(tensors)
+        if len(operands) < len(tensors):
+            text = f'[[{UNREPLAYABLE}"sparse tensor"}}]],{{}}]'
+        written = written_tensors(facts, args, kwargs)
+        statistics = statistics_tensors(facts, args, kwargs)
+        unread = {
+            ValueId(self.book.current(tensor))
+            for tensor in written
+            if facts.overwrites and covers_storage(tensor)
+        }
+        unread = {value for value in unread if values.count(value) == 1}
+        updates = {ValueId(self.book.current(tensor)) for tensor in statistics}
+        random_state = _random_state(tensors, kwargs) if facts.may_be_random else None
+
+        index = self.book.started
+        phase, module, node = self._whereabouts(index)
+        op = Op(
+            name=facts.name,
+            operands=operands,
+            args=text,
+            phase=phase,
+            module=module,
+            node=node.name() if node is not None else "",
+        )
+        self.ops.append(op)  # stays as it is if the op raises: it did begin
+        probe = self._probe(tensors, kwargs)
+        self.book.started = index + 1
+        if probe is not None:
+            probe.begin(index)
+        began = time.perf_counter()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            seconds = time.perf_counter() - began
+            if probe is not None:
+                probe.end(index)
+
+        results, writes = self._outcome(index, [*written, *statistics], result)
+        view = bool(results) and not writes
+        reads = [value for value in values if value not in unread and value not in updates]
+        self.ops[index] = replace(
+            op,
+            reads=() if view or facts.factory else tuple(dict.fromkeys(reads)),
+            updates=tuple(sorted(updates)),
+            writes=tuple(writes),
+            results=results,
+            seconds=seconds,
+            random=random_state is not None and random_state != _random_state(tensors, kwargs),
+            factory=facts.factory and bool(writes),
+            view=view,
+        )
+        if op.node == _ACCUMULATE:
+            for tensor in tensors_in(result):
+                self._claim_of_parameter(tensor, Kind.GRADIENT, node.variable, "grad")
+        if index >= self._next_look and phase is not Phase.BACKWARD:
+            self._next_look *= 2
+            self._on_progress()
+        return result
+
+    def _operands(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[tuple[Operand, ...], list[ValueId]]:
+        """The plain tensors as operands, and every value touched, those inside sparse ones too."""
+        operands = []
+        values = []
+        for tensor in tensors:
+            for part in parts(tensor):
+                value = ValueId(self.book.current(part))
+                values.append(value)
+                if part is tensor:
+                    operands.append(Operand(value, self._geometry(tensor)))
+        return tuple(operands), values
+
+    def _outcome(
+        self, index: int, written: Sequence[torch.Tensor], result: Any
+    ) -> tuple[tuple[Operand, ...], list[ValueId]]:
+        """What the op that just ran gave back, and the values it made."""
+        writes: dict[ValueId, None] = {}
+        storages: set[int] = set()  # several arguments may be views of one storage
+        for tensor in written:
+            storage = self.book.storage_of(tensor)
+            if storage not in storages:
+                storages.add(storage)
+                writes[ValueId(self.book.write(tensor, index))] = None
+        results = []
+        for tensor in tensors_in(result):
+            for part in parts(tensor):
+                if self.book.is_known(part):
+                    value = ValueId(self.book.current(part))
+                else:
+                    value = ValueId(self.book.make(part, index))
+                    writes[value] = None
+                if part is tensor:
+                    results.append(Operand(value, self._geometry(tensor)))
+        return tuple(results), list(writes)
+
+    def _geometry(self, tensor: torch.Tensor) -> GeometryId:
+        geometry = Geometry(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+        return self._geometries.setdefault(geometry, GeometryId(len(self._geometries)))
+
+    def _whereabouts(self, index: int) -> tuple[Phase, str, Any]:
+        """Phase, module and autograd node of the op that is about to run."""
+        thread = threading.get_ident()
+        # An op's node is created before the op runs, and has the latest number by then.
+        newest_node = thread, torch._C._autograd._get_sequence_nr() - 1
+        self._op_of_node.setdefault(newest_node, index)
+        module = self._modules.current()
+        if torch._C._current_graph_task_id() == -1:
+            updating = self.optimizers.running and not module
+            return (Phase.OPTIMIZER if updating else Phase.FORWARD), module, None
+        node = torch._C._current_autograd_node()
+        if not module:
+            module = self._backward_module = self._module_of(node)
+        return Phase.BACKWARD, module, node
+
+    def _module_of(self, node: Any) -> str:
+        """The module whose forward op made `node`; between nodes, that of the last one."""
+        if node is None:
+            return self._backward_module
+        if node.name() == _ACCUMULATE:
+            claim = self._claims.get(self.book.storage_of(node.variable))
+            return claim.module if claim else ""
+        at = self._op_of_node.get((self._main_thread, node._sequence_nr()))
+        return self.ops[at].module if at is not None else self._backward_module
+
+    def _probe(
+        self, tensors: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
+    ) -> CudaProbe | None:
+        """The CUDA probe, if this op runs on a GPU."""
+        device = kwargs.get("device")
+        on_cuda = any(tensor.is_cuda for tensor in tensors) or (
+            device is not None and torch.device(device).type == "cuda"
+        )
+        if not on_cuda or not self.measures:
+            return None
+        if self._cuda is None:
+            self._cuda = CudaProbe(self.book)
+        return self._cuda
+
+    def _claim_root(self, root: nn.Module, base: str) -> None:
+        for module, name, tensor, is_parameter in owned_tensors(root, base):
+            if has_storage(tensor):
+                kind = Kind.PARAMETER if is_parameter else Kind.BUFFER
+                self._claims[self.book.storage_of(tensor)] = Claim(kind, name, module)
+
+    def _claim_of_parameter(
+        self, tensor: torch.Tensor, kind: Kind, parameter: torch.Tensor, suffix: str
+    ) -> None:
+        if not has_storage(parameter):
+            return
+        owner = self._claims.setdefault(
+            self.book.storage_of(parameter), Claim(Kind.PARAMETER, "", "")
+        )
+        name = f"{owner.name}.{suffix}" if owner.name and suffix else owner.name
+        for part in parts(tensor):
+            self._claims.setdefault(self.book.storage_of(part), Claim(kind, name, owner.module))
+
+    def _mark_optimizer(self, optimizer: int) -> None:
+        self.marks.append(Mark(self.book.started, optimizer))
+        self._on_progress()
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        was_muted, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = was_muted
+
+    def recording(self) -> Trace:
+        """Everything recorded, with what the GPU measured."""
+        trace = self.so_far()
+        return trace if self._cuda is None else self._cuda.measured(trace, self.book.entries)
+
+    def so_far(self) -> Trace:
+        """Everything up to now as one trace, from the first op to the last."""
+        entries = self.book.entries
+        count = len(self.ops)
+        ops = settle_phases(self.ops, [entry.storage for entry in entries], self._claims)
+        values = [self._value(i, entry, count) for i, entry in enumerate(entries)]
+        made_by_autograd = [entry.made_by_autograd for entry in entries]
+        values = settle_kinds(values, ops, self._claims, made_by_autograd)
+        return Trace(
+            ops=tuple(ops),
+            values=tuple(values),
+            geometries=tuple(self._geometries),
+            device=_main_device(values),
+        )
+
+    def _value(self, i: int, entry: Entry, count: int) -> Value:
+        return Value(
+            storage=StorageId(entry.storage),
+            version=entry.version,
+            bytes=entry.bytes,
+            kind=Kind.TEMPORARY,
+            first=OpIndex(entry.first),
+            end=OpIndex(count if entry.end is None else entry.end),
+            before=entry.before,
+            after=entry.end is None,
+            device=entry.device,
+            saves=tuple(
+                Save(
+                    op=self._saver(save.creator),
+                    node=save.node,
+                    packed=OpIndex(save.packed),
+                    unpacked=tuple(OpIndex(at) for at in save.unpacked),
+                )
+                for save in self._saves.saves.get(i, ())
+            ),
+        )
+
+    def _saver(self, creator: tuple[int, int]) -> OpIndex | None:
+        at = self._op_of_node.get(creator)
+        return None if at is None else OpIndex(at)
+
+
+def _random_state(tensors: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> object:
+    """Something that changes when the op draws random numbers."""
+    if kwargs.get("generator") is not None:
+        return object()  # the script's own generator: assume it is used
+    device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+    if device.type == "cuda":
+        return torch.cuda._get_rng_state_offset(device)
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
+def _main_device(values: Sequence[Value]) -> str:
+    """The device that holds most of the parameters, or of anything if there are none."""
+    held: dict[str, int] = {}
+    for value in values:
+        weight = value.bytes << (64 * (value.kind is Kind.PARAMETER))
+        held[value.device] = held.get(value.device, 0) + weight
+    return max(held, key=lambda device: held[device], default="cpu")

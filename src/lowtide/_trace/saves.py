@@ -1,0 +1,97 @@
+"""What is saved for backward, by whom, and when it is asked for again.
+
+While saved-tensor hooks are on, PyTorch no longer notices that a saved tensor was modified in
+place; so the version is kept here and the same error raised. Hooks of the script itself, such as
+those of `torch.utils.checkpoint`, lie on top of these: what they save in another way is not
+saved here, which is the truth.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from lowtide._trace.book import Book
+from lowtide._trace.tensors import has_storage, version_of
+
+
+@dataclass(slots=True)
+class SaveEntry:
+    """One save while the recording goes on."""
+
+    creator: tuple[int, int]  # thread and sequence number of the node that saves
+    packed: int
+    node: str = ""
+    unpacked: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Packed:
+    tensor: torch.Tensor  # detached: the original would hold the node that holds it
+    version: int
+    origin: str
+    entry: SaveEntry | None
+
+
+class SavedTensors:
+    """Pack and unpack hooks that write down and change nothing."""
+
+    def __init__(self, book: Book, quietly: Callable[[], AbstractContextManager[None]]) -> None:
+        self.saves: dict[int, list[SaveEntry]] = {}
+        self._book: Book | None = book
+        self._quietly = quietly
+        self._unpacked_storage: int | None = None
+
+    def install(self, undo: ExitStack) -> None:
+        """Start watching; `undo` stops it. Graphs that outlive the recording keep working."""
+        undo.callback(self._close)
+        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+
+    def is_unpacking(self, tensor: torch.Tensor) -> bool:
+        """Whether a `detach` of `tensor` now is the engine's handling of a hook's result.
+
+        Without hooks it would not happen, so it is no op of the step.
+        """
+        storage, self._unpacked_storage = self._unpacked_storage, None
+        return storage is not None and tensor.untyped_storage()._cdata == storage
+
+    def forget_unpacking(self) -> None:
+        """Another op came first: no `detach` follows the last unpacking."""
+        self._unpacked_storage = None
+
+    def _close(self) -> None:
+        self._book = None
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        entry = None
+        if self._book is not None and has_storage(tensor):
+            creator = threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1
+            entry = SaveEntry(creator, self._book.started)
+            self.saves.setdefault(self._book.current(tensor), []).append(entry)
+        origin = ""
+        if tensor.grad_fn is not None:
+            origin = f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
+        with self._quietly():
+            alias = tensor.detach()
+        return _Packed(alias, version_of(alias), origin, entry)
+
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        tensor = packed.tensor
+        version = version_of(tensor)
+        if version != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{tensor.type()} {list(tensor.shape)}]{packed.origin} is at "
+                f"version {version}; expected version {packed.version} instead. Hint: enable "
+                "anomaly detection to find the operation that failed to compute its gradient, "
+                "with torch.autograd.set_detect_anomaly(True)."
+            )
+        if self._book is not None and packed.entry is not None:
+            packed.entry.unpacked.append(self._book.started)
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                packed.entry.node = node.name()
+                self._unpacked_storage = tensor.untyped_storage()._cdata
+        return tensor

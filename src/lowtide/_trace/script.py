@@ -1,0 +1,138 @@
+"""An unmodified training script -> the trace of one of its steady steps.
+
+The script runs as `python script args` would run it, recorded from its first line, and is ended
+as soon as a steady step has been seen.
+"""
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from lowtide._errors import BadInput, NoStep, ScriptFailed
+from lowtide._ir import Trace
+from lowtide._trace.cut import cut
+from lowtide._trace.record import Recorder
+from lowtide._trace.steps import Bounds, closing_marks, last_step, repeating_step
+from lowtide._trace.workspace import with_cpu_workspace
+
+_PATIENCE = 8  # how many rounds to wait for an optimizer that has not stepped yet
+
+
+class _Enough(BaseException):
+    """Ends the script; no `except Exception` of its own catches it."""
+
+
+def trace_script(
+    script: Path, args: Sequence[str], *, warmup: int, tell: Callable[[str], None]
+) -> Trace:
+    """Run `script` with `args` until one step after `warmup` others is recorded.
+
+    `tell` is given a line of progress now and then.
+    """
+    if not script.is_file():
+        raise BadInput(f"{script} is not a file: name the training script to run")
+    watch = _Watch(warmup, tell)
+    with watch.recorder, _as_main(script, args):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _Enough:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise ScriptFailed(
+                    f"{script} exited with {error.code!r} before a step was recorded: "
+                    f"make it run on its own first"
+                ) from error
+        except Exception as error:
+            raise ScriptFailed(_failure(script, error)) from error
+        finally:
+            watch.recorder.stop()
+    recording = watch.recorder.recording()
+    bounds = watch.bounds or _bounds_at_end(script, recording, watch)
+    step = with_cpu_workspace(cut(recording, bounds.start, bounds.stop))
+    return replace(step, source=" ".join([script.name, *args]))
+
+
+class _Watch:
+    """Decides when the recorder has seen enough."""
+
+    def __init__(self, warmup: int, tell: Callable[[str], None]) -> None:
+        self.recorder = Recorder(self._look)
+        self.bounds: Bounds | None = None
+        self._wanted = warmup + 1
+        self._tell = tell
+        self._told = 0
+
+    def _look(self) -> None:
+        if self.recorder.marks:
+            self._look_at_marks()
+        else:
+            self.bounds = repeating_step(self.recorder.so_far(), times=self._wanted)
+        if self.bounds is not None:
+            self.recorder.stop()
+            raise _Enough
+
+    def _look_at_marks(self) -> None:
+        marks = self.recorder.marks
+        if len(marks) > self._told:
+            self._told = len(marks)
+            self._tell(f"optimizer step {len(marks)}, {len(self.recorder.ops)} ops recorded")
+        closing = closing_marks(marks)
+        if len(closing) < self._wanted or closing[-1] is not marks[-1]:
+            return
+        if self.recorder.optimizers.all_have_stepped() or len(marks) >= _PATIENCE * self._wanted:
+            self.bounds = last_step(marks)
+
+
+def _bounds_at_end(script: Path, recording: Trace, watch: _Watch) -> Bounds:
+    """The best step of a script that ended by itself."""
+    marks = watch.recorder.marks
+    bounds = last_step(marks) if marks else repeating_step(recording)
+    if bounds is not None and bounds.start < bounds.stop:
+        return bounds
+    if not recording.ops:
+        raise NoStep(f"{script} ran no torch op: name a script that trains")
+    if len(marks) == 1:
+        raise NoStep(
+            f"{script} made a single optimizer step, and what belongs to it cannot be told from "
+            f"what came before: let it make at least two, better four"
+        )
+    raise NoStep(
+        f"{script} never trains: {len(recording.ops)} ops, no optimizer step and no sequence of "
+        f"ops that repeats; name a script that trains for a few steps"
+    )
+
+
+@contextmanager
+def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
+    """What a script expects of `sys` when it is started by its name."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv = [str(script), *args]
+    sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        sys.path[:] = path
+
+
+def _failure(script: Path, error: Exception) -> str:
+    name = str(script)
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == name
+    ]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    where = f" at line {lines[-1]}" if lines and lines[-1] else ""
+    text = " ".join(str(error).split()) or "no message"
+    return (
+        f"{script} raised {type(error).__name__}{where} before a step was recorded: {text}; "
+        f"run it without lowtide to see all of it"
+    )

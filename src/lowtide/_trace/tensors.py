@@ -1,0 +1,56 @@
+"""What a tensor is to the recorder: plain memory, a wrapper, or made of parts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is plain memory: not sparse, not on the meta device."""
+    try:
+        return tensor.layout is torch.strided and tensor.device.type != "meta" and _plain(tensor)
+    except RuntimeError:  # functorch and other wrappers refuse to be asked
+        return False
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    kind = type(tensor)
+    return kind in (torch.Tensor, torch.nn.Parameter) or not is_wrapper(kind)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class are handled by code of their own (DTensor, quantised, …)."""
+    handler = getattr(kind, "__torch_dispatch__", None)
+    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter of `tensor`; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold the bytes of `tensor`: itself, or the parts of a sparse one."""
+    if has_storage(tensor):
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return []
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Whether writing every element of `tensor` leaves no old byte of its storage."""
+    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return whole and 0 not in tensor.stride()
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what an op takes or returns."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, list | tuple):
+        for item in thing:
+            yield from tensors_in(item)
