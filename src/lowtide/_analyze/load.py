@@ -51,6 +51,16 @@ def load_by_kind(trace: Trace) -> npt.NDArray[np.int64]:
     return np.cumsum(change, axis=1)[:, :-1]
 
 
+def carried_bytes(trace: Trace) -> Curve:
+    """Bytes that live on from op i - 1 to op i, for every i."""
+    change = np.zeros(len(trace.ops) + 2, dtype=np.int64)
+    for value in trace.values:
+        if value.device == trace.device and value.end > value.first:
+            change[value.first + 1] += rounded_bytes(trace, value)
+            change[value.end] -= rounded_bytes(trace, value)
+    return np.cumsum(change)[: len(trace.ops)]
+
+
 def find_peak(trace: Trace) -> Peak:
     """The first op at which the load is highest."""
     if not trace.ops:

@@ -8,7 +8,7 @@ recomputable can be made again, one that is overwritten while the value is still
 from enum import StrEnum
 
 from lowtide._analyze.access import accesses, producers
-from lowtide._ir import UNREPLAYABLE, Kind, Op, Trace, Value, ValueId
+from lowtide._ir import UNREPLAYABLE, Kind, Op, OpIndex, Trace, Value, ValueId
 
 
 class Obstacle(StrEnum):
@@ -49,6 +49,8 @@ def obstacles(trace: Trace) -> list[Obstacle | None]:
             result[i] = Obstacle.OPAQUE
             continue
         wanted_until = max([*touched[i], *(u for s in value.saves for u in s.unpacked)])
+        if value.after:
+            wanted_until = OpIndex(len(trace.ops))
         sources = [*op.reads]
         if value.version:
             sources += [u for u in op.updates if trace.values[u].storage == value.storage]

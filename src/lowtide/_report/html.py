@@ -86,8 +86,11 @@ def _layers(
     order = [Kind.PARAMETER, Kind.STATE, Kind.BUFFER, Kind.INPUT]
     order += [Kind.GRADIENT, Kind.ACTIVATION, Kind.TEMPORARY]
     row = {kind: number for number, kind in enumerate(Kind)}
+    layers: list[_Layer] = [
+        {"kind": kind, "bytes": [int(kinds[row[kind], i]) for i in shown]} for kind in order
+    ]
     return [
         {"kind": "held by no tensor", "bytes": [trace.unseen_bytes] * len(shown)},
-        *({"kind": kind, "bytes": [int(kinds[row[kind], i]) for i in shown]} for kind in order),
+        *layers,
         {"kind": "workspace", "bytes": [trace.ops[i].workspace_bytes for i in shown]},
     ]

@@ -90,6 +90,8 @@ def encode_trace(trace: Trace) -> bytes:
 
 def decode_trace(content: bytes, where: str) -> Trace:
     """The trace in `content`; `where` names the file in errors."""
+    if not content:
+        raise BadInput(f"{where} is empty: record it again")
     try:
         document = json.loads(gzip.decompress(content))
     except EOFError as error:

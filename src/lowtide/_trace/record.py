@@ -40,7 +40,7 @@ from lowtide._trace.args import encode_args
 from lowtide._trace.book import Book, Entry
 from lowtide._trace.cuda import CudaProbe
 from lowtide._trace.kinds import Claim, settle_kinds, settle_phases
-from lowtide._trace.modules import ModulePaths
+from lowtide._trace.modules import ModulePaths, owned_tensors
 from lowtide._trace.optimizers import OptimizerWatch
 from lowtide._trace.saves import SavedTensors
 from lowtide._trace.schema import OpFacts, op_facts, statistics_tensors, written_tensors

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide._analyze.load import load_curve
+from lowtide._analyze.load import carried_bytes
 from lowtide._analyze.repeat import find_repeat
 from lowtide._ir import Phase, Trace
 
@@ -63,7 +63,7 @@ def repeating_step(recording: Trace, *, times: int = 2) -> Bounds | None:
         {Phase.FORWARD, Phase.BACKWARD} <= {op.phase for op in period}
     ):
         return None
-    load = load_curve(recording)
+    carried = carried_bytes(recording)
     candidates = range(repeat.stop - 2 * repeat.period + 1, repeat.stop - repeat.period + 1)
-    start = min(candidates, key=lambda i: min(load[i], load[i - 1]))
+    start = min(candidates, key=lambda i: carried[i])
     return Bounds(start, start + repeat.period)
