@@ -82,6 +82,7 @@ class Op:
     random: bool = False  # it drew from a random generator
     factory: bool = False  # it uses no tensor's bytes, only shapes
     view: bool = False  # its results alias its operands, no bytes touched
+    grad: bool = False  # grad mode was on: some kernels return more then
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def traces(draw: st.DrawFn, max_ops: int = 12) -> Trace:
         kind = draw(st.sampled_from(["input", "parameter", "state", "buffer"]))
         lines.append(f"have {new()} | {kind} @Net.fc name=Net.fc.w device=cpu")
     for i in range(draw(st.integers(1, max_ops))):
-        if lived and draw(st.booleans()):
+        if draw(st.booleans()) and lived:
             dead = draw(st.sampled_from(lived))
             lived.remove(dead)
             live.remove(dead)
@@ -42,7 +42,7 @@ def traces(draw: st.DrawFn, max_ops: int = 12) -> Trace:
         blob = f'{{"args":"[[],{{}}]","in":[["{reads[0]}",0]]}}' if reads else ""
         made = [new() for _ in range(draw(st.integers(0, 2)))]
         phase = draw(st.sampled_from(["forward", "backward", "optimizer"]))
-        flags = draw(st.sampled_from(["", "random", "factory", "node=N workspace=7"]))
+        flags = draw(st.sampled_from(["", "random", "factory grad", "node=N workspace=7"]))
         lines.append(
             f"op{i % 3} {' '.join(reads)} -> {' '.join(made + rewritten)} "
             f"| {draw(st.integers(0, 9))}us {phase} @Net.fc {flags} {blob}"
@@ -53,6 +53,6 @@ def traces(draw: st.DrawFn, max_ops: int = 12) -> Trace:
                 name = result.split(":")[0]
                 lines.append(f"is {name} | activation @Net.fc device=cpu")
                 lines.append(f"save {name} | op={i} node=MmBackward0 packed={i}")
-    if live and draw(st.booleans()):
+    if draw(st.booleans()) and live:
         lines.append(f"keep {draw(st.sampled_from(live))}")
     return parse("\n".join(lines))

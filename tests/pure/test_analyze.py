@@ -57,7 +57,7 @@ def test_gaps_lie_between_uses_and_across_the_step() -> None:
     assert idle_gaps(trace) == [
         Gap(0, 0, 3),  # type: ignore[arg-type]
         Gap(2, 0, 3),  # type: ignore[arg-type]
-        Gap(1, -1, 4, True),  # type: ignore[arg-type] - a whole step
+        Gap(1, -1, 4, True),  # type: ignore[arg-type]
     ]
     later = parse("nop ->\nmm w:8 -> h:2\nnop ->")
     assert idle_gaps(later) == [Gap(0, 1, 4, True)]  # type: ignore[arg-type]

@@ -100,6 +100,10 @@ def test_a_loop_without_optimizer_is_cut_where_least_is_held() -> None:
 
 
 def test_layers_of_one_pass_are_not_a_step() -> None:
-    layers = "".join(f"mm h{i}:8 -> a{i}:8 | forward\n" for i in range(5))
-    assert repeating_step(parse(layers)) is not None  # a loop that never goes backward
-    assert repeating_step(parse(layers + "back h0 -> g:8 | backward")) is None
+    calls = "".join(f"mm h{i}:8 -> a{i}:8 | forward @Net\n" for i in range(5))
+    assert repeating_step(parse(calls)) is not None  # a loop that never goes backward
+    assert repeating_step(parse(calls + "back h0 -> g:8 | backward")) is None
+    layers = "".join(f"mm h{i}:8 -> a{i}:8 | forward @Net.{i}\n" for i in range(5))
+    assert repeating_step(parse(layers)) is None
+    initialisation = "".join(f"uniform -> a{i}:8 | forward\n" for i in range(5))
+    assert repeating_step(parse(initialisation)) is None

@@ -31,7 +31,8 @@ class Entry:
     device: str
     before: bool
     end: int | None = None
-    made_by_autograd: bool = False  # first seen as the result of a function nobody recorded
+    unexplained: bool = False  # no op was seen making it, and it was not there before
+    made_by_autograd: bool = False  # unexplained, yet the result of a differentiable function
     pointer: int = 0
 
 
@@ -63,8 +64,11 @@ class Book:
         live = self._live.get(storage._cdata)
         if live is None:
             return self._enter(tensor, before=False)
+        entry = self.entries[live.value]
+        if entry.unexplained and _is_made_by_autograd(tensor):
+            entry.made_by_autograd = True
         version = version_of(tensor)
-        if storage.nbytes() != self.entries[live.value].bytes:  # Rule 4
+        if storage.nbytes() != entry.bytes:  # Rule 4
             self._end(live.value)
             del self._live[storage._cdata]
             return self._enter(tensor, before=False)
@@ -107,7 +111,7 @@ class Book:
         if key in self._live:
             return self._live[key].value
         number = len(self.entries)
-        unseen = first is None and not before
+        unexplained = first is None and not before
         self.entries.append(
             Entry(
                 storage=self._storages,
@@ -116,7 +120,8 @@ class Book:
                 first=self.started if first is None else first,
                 device=str(storage.device),
                 before=before,
-                made_by_autograd=unseen and tensor.requires_grad and not tensor.is_leaf,
+                unexplained=unexplained,
+                made_by_autograd=unexplained and _is_made_by_autograd(tensor),
                 pointer=storage.data_ptr() if storage.nbytes() else 0,
             )
         )
@@ -148,3 +153,7 @@ class Book:
         live = self._live.pop(key, None)
         if live is not None:
             self._end(live.value)  # Rule 2
+
+
+def _is_made_by_autograd(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf and tensor._base is None

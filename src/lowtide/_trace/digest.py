@@ -15,7 +15,7 @@ def digest(trace: Trace) -> str:
     """64 hexadecimal digits."""
     ops = [
         [op.name, op.reads, op.updates, op.writes, op.phase, op.module, op.node]
-        + [op.random, op.factory, op.view]
+        + [op.random, op.factory, op.view, op.grad]
         + [[operand.value, operand.geometry] for operand in (*op.operands, *op.results)]
         for op in trace.ops
     ]

@@ -64,6 +64,7 @@ def encode_trace(trace: Trace) -> bytes:
             "random": [i for i, op in enumerate(ops) if op.random],
             "factory": [i for i, op in enumerate(ops) if op.factory],
             "view": [i for i, op in enumerate(ops) if op.view],
+            "grad": [i for i, op in enumerate(ops) if op.grad],
         },
         "values": {
             "storage": [value.storage for value in values],
@@ -130,7 +131,9 @@ def _build(document: dict[str, Any]) -> Trace:
         Geometry(_expect(dtype, str), _ints(shape), _ints(strides), _int(offset))
         for dtype, shape, strides, offset in document["geometries"]
     )
-    flags = {flag: frozenset(_ints(raw_ops[flag])) for flag in ("random", "factory", "view")}
+    flags = {
+        flag: frozenset(_ints(raw_ops[flag])) for flag in ("random", "factory", "view", "grad")
+    }
     phases = {text: Phase(text) for text in {strings[i] for i in raw_ops["phase"]}}
     ops = tuple(
         Op(
@@ -149,6 +152,7 @@ def _build(document: dict[str, Any]) -> Trace:
             random=i in flags["random"],
             factory=i in flags["factory"],
             view=i in flags["view"],
+            grad=i in flags["grad"],
         )
         for i, (
             name,

@@ -5,7 +5,8 @@ threads) and optimizer; the book resolves tensors to values; global hooks tell m
 saved tensors. It costs some 50 µs an op: right for a few steps, too slow to stay.
 
 Known to be imperfect: ops that other Python threads run in forward are not seen; regions that
-forbid saved-tensor hooks (torch.func transforms) raise PyTorch's own error.
+forbid saved-tensor hooks (torch.func transforms) raise PyTorch's own error; on the CPU, a tensor
+that no op makes and no op touches (a saved generator state) is not counted.
 """
 
 import gc
@@ -98,9 +99,10 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exc: object) -> None:
         self._undo.__exit__(*exc)  # type: ignore[arg-type]
 
-    def mark(self) -> None:
-        """A step ends here, says the caller."""
-        self.marks.append(Mark(self.book.started, -1))
+    def mark(self, optimizer: int = -1) -> None:
+        """A step ends here, says the caller or an optimizer. Its garbage ends with it."""
+        gc.collect(1)  # what is older than the recording was collected at its start
+        self.marks.append(Mark(self.book.started, optimizer))
 
     def stop(self) -> None:
         """Record nothing from now on: what is alive stays alive in the recording."""
@@ -162,6 +164,7 @@ class Recorder(TorchDispatchMode):
             phase=phase,
             module=module,
             node=node.name() if node is not None else "",
+            grad=torch.is_grad_enabled(),
         )
         self.ops.append(op)  # stays as it is if the op raises: it did begin
         probe = self._probe(tensors, kwargs)
@@ -302,7 +305,7 @@ class Recorder(TorchDispatchMode):
             self._claims.setdefault(self.book.storage_of(part), Claim(kind, name, owner.module))
 
     def _mark_optimizer(self, optimizer: int) -> None:
-        self.marks.append(Mark(self.book.started, optimizer))
+        self.mark(optimizer)
         self._on_progress()
 
     @contextmanager

@@ -22,6 +22,14 @@ _BATCH_NORMS = {
     "aten._batch_norm_impl_index",
 }
 
+# Kernels that spoil an argument without saying so: RNN backward passes reuse the scratch space
+# that their forward pass left.
+_SPOILED = {
+    "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
+    "aten._cudnn_rnn_backward": frozenset({"reserve"}),
+    "aten.miopen_rnn_backward": frozenset({"reserve"}),
+}
+
 # They replace every element of what they write, whatever was there.
 _OVERWRITING = {
     "copy_",
@@ -74,7 +82,7 @@ def op_facts(func: OpOverload[..., Any]) -> OpFacts:
     return OpFacts(
         name=str(func),
         arguments=names,
-        written=written - statistics,
+        written=(written | _SPOILED.get(packet, frozenset())) - statistics,
         overwrites=base in _OVERWRITING or bool(out),
         statistics=statistics & frozenset(names),
         may_be_random=torch.Tag.nondeterministic_seeded in func.tags,

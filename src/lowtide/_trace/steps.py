@@ -49,19 +49,24 @@ def last_step(marks: Sequence[Mark]) -> Bounds | None:
 def repeating_step(recording: Trace, *, times: int = 2) -> Bounds | None:
     """The last period of a loop without an optimizer, cut where the least memory is held.
 
-    Where the recording has a backward pass, so must the period: the layers of one forward pass
-    repeat too. `times` is how many periods must be seen.
+    `times` is how many periods must be seen. Not everything that repeats is a step: the layers
+    of a model do, when they are initialised and again in each pass. So ops in different modules
+    are different ops, and a step must do something in a module, or go backward if anything does.
     """
     values = recording.values
     repeat = find_repeat(
-        [(op.name, *(values[value].bytes for value in op.writes)) for op in recording.ops]
+        [
+            (op.name, op.module, *(values[value].bytes for value in op.writes))
+            for op in recording.ops
+        ]
     )
     if repeat is None or repeat.times < times:
         return None
     period = recording.ops[repeat.start : repeat.start + repeat.period]
-    if any(op.phase is Phase.BACKWARD for op in recording.ops) and not (
-        {Phase.FORWARD, Phase.BACKWARD} <= {op.phase for op in period}
-    ):
+    if any(op.phase is Phase.BACKWARD for op in recording.ops):
+        if not {Phase.FORWARD, Phase.BACKWARD} <= {op.phase for op in period}:
+            return None
+    elif not any(op.module for op in period):
         return None
     carried = carried_bytes(recording)
     candidates = range(repeat.stop - 2 * repeat.period + 1, repeat.stop - repeat.period + 1)

@@ -19,7 +19,7 @@ otherwise. Everything else has a line of its own or stands behind the bar:
     is h         | activation @Net.fc device=cpu
     save h       | op=0 node=ReluBackward0 packed=1 unpacked=7,9
     free h · keep y
-    op line      | 12us backward @module random factory view workspace=64 node=N {"args":…}
+    op line      | 12us backward @module random factory view grad workspace=64 node=N {"args":…}
 """
 
 import json
@@ -45,6 +45,7 @@ from lowtide._ir import (
 )
 
 _TIME = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)(s|ms|us|ns)$")
+_FLAGS = ("random", "factory", "view", "grad")
 _SCALE = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -140,7 +141,7 @@ class _Reader:
                 facts["phase"] = Phase(word)
             elif word.startswith("@"):
                 facts["module"] = word[1:]
-            elif word in ("random", "factory", "view"):
+            elif word in _FLAGS:
                 facts[word] = True
             elif equals and key == "workspace":
                 facts["workspace_bytes"] = int(given)
@@ -294,7 +295,7 @@ def _op_lines(trace: Trace, op: Op) -> list[str]:
     facts = [f"{op.seconds!r}s", op.phase]
     facts += [f"@{op.module}"] * bool(op.module) + [f"node={op.node}"] * bool(op.node)
     facts += [f"workspace={op.workspace_bytes}"] * bool(op.workspace_bytes)
-    facts += [flag for flag in ("random", "factory", "view") if getattr(op, flag)]
+    facts += [flag for flag in _FLAGS if getattr(op, flag)]
     document: dict[str, object] = {"args": op.args} if op.args else {}
     for key, operands in (("in", op.operands), ("out", op.results)):
         if operands:

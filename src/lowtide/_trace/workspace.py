@@ -22,7 +22,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from lowtide._ir import UNREPLAYABLE, Geometry, Op, Trace
 from lowtide._trace.args import decode_args
 
-_Signature = tuple[str, str, tuple[Geometry, ...]]
+_Signature = tuple[str, str, tuple[Geometry, ...], bool]  # name, args, shapes, grad mode
 _MARK = "lowtide op "
 
 
@@ -44,7 +44,7 @@ def with_cpu_workspace(trace: Trace) -> Trace:
 def _signature(trace: Trace, op: Op) -> _Signature | None:
     if op.view or not op.name.startswith("aten.") or not op.args or UNREPLAYABLE in op.args:
         return None
-    return op.name, op.args, tuple(trace.geometries[o.geometry] for o in op.operands)
+    return op.name, op.args, tuple(trace.geometries[o.geometry] for o in op.operands), op.grad
 
 
 def _measure(signatures: Sequence[_Signature]) -> dict[_Signature, int]:
@@ -75,10 +75,10 @@ def _measure(signatures: Sequence[_Signature]) -> dict[_Signature, int]:
 
 
 def _call_again(number: int, signature: _Signature) -> None:
-    name, args, geometries = signature
+    name, args, geometries, grad = signature
     namespace, packet, overload = name.split(".")
     func = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         tensors = [_scratch(geometry) for geometry in geometries]
         positional, keywords = decode_args(args, tensors)
         try:
