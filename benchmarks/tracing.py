@@ -11,10 +11,12 @@ import argparse
 import copy
 import gc
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,16 @@ def true_peak(build: Callable[[], Job], device: str) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Only kernels that repeat themselves: without them PyTorch does not equal itself."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def results_after(build: Callable[[], Job], traced: bool) -> dict[str, torch.Tensor]:
     """The weights after six steps, two of them traced or not."""
     torch.manual_seed(0)
@@ -104,12 +116,13 @@ def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
     for _ in range(3):
         job.step()
     plain = seconds_per_step(job.step, device)
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    gc.collect()
+    held = held_bytes(device)
     lowtide.trace(lambda: torch.ones(1), warmup=0)  # imports are not the cost of a step
     began = time.perf_counter()
     trace = lowtide.trace(job.step, warmup=0)
     extra = time.perf_counter() - began - 2 * plain
-    left = torch.cuda.memory_allocated() - held if device == "cuda" else 0
+    left = held_bytes(device) - held
     after = seconds_per_step(job.step, device)
     began = time.perf_counter()
     peak = find_peak(trace)
@@ -123,7 +136,7 @@ def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
         "trace_peak_bytes": peak.bytes,
         "peak_error": peak.bytes / truth - 1,
         "plain_step_seconds": plain,
-        "traced_device_seconds": sum(op.seconds for op in trace.ops),
+        "op_seconds_over_step_seconds": sum(op.seconds for op in trace.ops) / plain,
         "extra_seconds": extra,
         "extra_seconds_per_3300_ops": extra / len(trace.ops) * 3300,
         "analysis_seconds": analysis,
@@ -133,10 +146,22 @@ def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
     }
     del job, trace
     release()
-    with_trace = results_after(build, traced=True)
-    without = results_after(build, traced=False)
-    figures["same_results"] = all(torch.equal(with_trace[k], without[k]) for k in without)
+    with deterministic():
+        plain_twice = [results_after(build, traced=False) for _ in range(2)]
+        traced_once = results_after(build, traced=True)
+    figures["plain_equals_itself"] = equal(*plain_twice)
+    figures["same_results"] = equal(plain_twice[0], traced_once)
     return figures
+
+
+def held_bytes(device: str) -> int:
+    """What tensors have asked for; what the allocator gave varies with the holes it finds."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"] if device == "cuda" else 0
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors agree bit for bit."""
+    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def release() -> None:
@@ -154,7 +179,7 @@ def main() -> None:
     parser.add_argument("--only", help="models whose name contains this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch.backends.cudnn.deterministic = True
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS repeats itself only with this
     results: dict[str, Any] = {"machine": machine_facts(), "device": options.device, "models": {}}
     for name, build in (GPU if options.device == "cuda" else CPU).items():
         if options.only and options.only not in name:
@@ -163,16 +188,17 @@ def main() -> None:
         results["models"][name] = measure(build, options.device)
         release()
     print(
-        f"{'model':28}{'ops':>7}{'true peak MiB':>15}{'error':>10}{'extra s':>9}{'analysis s':>12}"
-        f"{'after':>7}{'left':>6}{'digest':>8}{'results':>9}"
+        f"{'model':28}{'ops':>7}{'true peak MiB':>15}{'error':>10}{'op/step time':>14}"
+        f"{'extra s':>9}{'analysis s':>12}{'after':>7}{'left':>6}{'digest':>8}{'results':>9}"
     )
     for name, m in results["models"].items():
+        same = "same" if m["same_results"] else "DIFFER" if m["plain_equals_itself"] else "random"
         print(
             f"{name:28}{m['ops']:>7}{m['true_peak_bytes'] / 2**20:>15.1f}{m['peak_error']:>+10.3%}"
+            f"{m['op_seconds_over_step_seconds']:>14.3f}"
             f"{m['extra_seconds']:>9.2f}{m['analysis_seconds']:>12.3f}"
             f"{m['step_time_after_over_before']:>7.2f}{m['bytes_left_behind']:>6}"
-            f"{'same' if m['same_digest_twice'] else 'DIFFER':>8}"
-            f"{'same' if m['same_results'] else 'DIFFER':>9}"
+            f"{'same' if m['same_digest_twice'] else 'DIFFER':>8}{same:>9}"
         )
     if options.out:
         options.out.write_text(json.dumps(results, indent=2) + "\n")

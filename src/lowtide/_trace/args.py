@@ -5,20 +5,22 @@ word for is a one-key object, such as `{"dtype": "float32"}`. What cannot be wri
 becomes `{"unreplayable": type}`.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-Encoder = Callable[[torch.Tensor], int]  # a tensor argument -> its position
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
-def encode_args(args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Encoder) -> str:
-    """The call as text; `tensor` is asked for the position of every tensor, in order."""
-    call = [_encode(args, tensor), {key: _encode(kwargs[key], tensor) for key in kwargs}]
-    return json.dumps(call, separators=(",", ":"))
+def encode_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The call as text, tensors numbered in the order in which they come."""
+    numbers = itertools.count()
+    call = [_encode(args, numbers), {key: _encode(kwargs[key], numbers) for key in kwargs}]
+    return _JSON.encode(call)
 
 
 def decode_args(text: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -27,16 +29,16 @@ def decode_args(text: str, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], 
     return _decode(args, tensors), {key: _decode(kwargs[key], tensors) for key in kwargs}
 
 
-def _encode(thing: Any, tensor: Encoder) -> Any:
+def _encode(thing: Any, numbers: Iterator[int]) -> Any:
     kind = type(thing)
     if thing is None or kind is bool or kind is int or kind is str:
         return thing
     if isinstance(thing, torch.Tensor):
-        return {"tensor": tensor(thing)}
+        return {"tensor": next(numbers)}
     if kind is float:
         return thing if math.isfinite(thing) else {"float": repr(thing)}
     if kind is list or kind is tuple or isinstance(thing, torch.Size):
-        return [_encode(item, tensor) for item in thing]
+        return [_encode(item, numbers) for item in thing]
     if kind is complex:
         return {"complex": [repr(thing.real), repr(thing.imag)]}
     for name in ("dtype", "device", "layout", "memory_format"):

@@ -54,8 +54,10 @@ class Book:
 
     def admit_existing(self) -> None:
         """Enter every tensor Python can reach; the step may never touch some, yet they are held."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and has_storage(thing):
+        things = gc.get_objects()
+        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
+        for thing in things:
+            if type(thing) in kinds and has_storage(thing):
                 self._enter(thing, before=True)
 
     def current(self, tensor: torch.Tensor) -> int:
@@ -98,8 +100,13 @@ class Book:
         return self._enter(tensor, before=False, first=op)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """The number of the storage of `tensor`, entering it if need be."""
-        return self.entries[self.current(tensor)].storage
+        """The number of the storage of `tensor`, entering it if need be.
+
+        Unlike `current` it takes no version for news: an op may raise it before it returns.
+        """
+        live = self._live.get(tensor.untyped_storage()._cdata)
+        value = self._enter(tensor, before=False) if live is None else live.value
+        return self.entries[value].storage
 
     def close(self) -> None:
         """Stop watching; what is alive stays without an end."""

@@ -8,6 +8,7 @@ Memory. The allocator's own history gives every allocation in order; its counter
 each op, tell which of them fell into the op. Peak statistics are not touched.
 """
 
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,9 @@ from lowtide._ir import Kind, OpIndex, StorageId, Trace, Value
 from lowtide._trace.book import Book, Entry
 
 GRANULARITY_BYTES = 512  # the caching allocator rounds every request up to this
-_SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue one op
+_SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue most ops
+_SPIN_CYCLES_MOST = 2_000_000
+_CYCLES_PER_SECOND = 2e9  # at most: GPUs run at 1 to 2 GHz
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class CudaProbe:
         torch.cuda.init()
         self._device = torch.cuda.current_device()
         self._spans: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._cycles: dict[str, int] = {}  # how long to spin for ops of this name
+        self._began = 0.0
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
         self._history_is_ours = not torch._C._cuda_isHistoryEnabled()
         if self._history_is_ours:
@@ -55,7 +60,7 @@ class CudaProbe:
         )
         self._unseen_bytes = max(torch.cuda.memory_allocated(self._device) - held, 0)
 
-    def begin(self, op: int) -> None:
+    def begin(self, op: int, name: str) -> None:
         """`op` is about to run."""
         count = self._event_count()
         self._ranges[op] = count, count
@@ -63,13 +68,19 @@ class CudaProbe:
             return
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._spans[op] = start, end
-        torch.cuda._sleep(_SPIN_CYCLES)
+        for event in (start, end):
+            event.record()  # creates it, which takes time that is better spent before the spin
+        self._began = time.perf_counter()
+        torch.cuda._sleep(self._cycles.get(name, _SPIN_CYCLES))
         start.record()
 
-    def end(self, op: int) -> None:
-        """`op` has been queued."""
+    def end(self, op: int, name: str) -> None:
+        """`op` has been queued. If that took longer than the spin, spin longer the next time."""
         if op in self._spans:
             self._spans[op][1].record()
+            needed = int((time.perf_counter() - self._began) * 1.5 * _CYCLES_PER_SECOND)
+            if needed > self._cycles.get(name, _SPIN_CYCLES):
+                self._cycles[name] = min(needed, _SPIN_CYCLES_MOST)
         self._ranges[op] = self._ranges[op][0], self._event_count()
 
     def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:

@@ -20,8 +20,10 @@ def cut(trace: Trace, start: int, stop: int) -> Trace:
         for i, value in enumerate(trace.values)
         if value.first < stop and (value.end > start or i in needed)
     ]
+    # Only what was there before has an order to choose; the rest is ordered by the ops.
     rank = _ranks(trace, start, stop)
-    kept.sort(key=rank)
+    was_there = {i for i in kept if trace.values[i].first < start or trace.values[i].before}
+    kept = [*sorted(was_there, key=rank), *(i for i in kept if i not in was_there)]
     oldest: dict[int, int] = defaultdict(lambda: 1 << 62)
     for i in kept:
         storage = trace.values[i].storage

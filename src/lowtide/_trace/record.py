@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -49,6 +48,7 @@ from lowtide._trace.steps import Mark
 from lowtide._trace.tensors import covers_storage, has_storage, is_wrapper, parts, tensors_in
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_UNFINISHED = Op("")
 
 
 class Recorder(TorchDispatchMode):
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_progress = on_progress
         self._next_look = 1024
-        self.measures = True  # whether GPU times and workspaces are taken, which costs time
+        self.measures = True  # whether arguments and GPU times are taken, which costs time
         self.ops: list[Op] = []
         self.marks: list[Mark] = []
         self.book = Book()
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self._saves = SavedTensors(self.book, self._quietly)
         self._cuda: CudaProbe | None = None
         self._claims: dict[int, Claim] = {}
-        self._geometries: dict[Geometry, GeometryId] = {}
+        self._geometries: dict[tuple[Any, ...], GeometryId] = {}
         self._op_of_node: dict[tuple[int, int], int] = {}
         self._main_thread = threading.get_ident()
         self._backward_module = ""
@@ -134,16 +134,11 @@ class Recorder(TorchDispatchMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        tensors: list[torch.Tensor] = []
-
-        def place(tensor: torch.Tensor) -> int:
-            tensors.append(tensor)
-            return len(tensors) - 1
-
-        text = encode_args(args, kwargs, place)
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        text = encode_args(args, kwargs) if self.measures else ""
         operands, values = self._operands(tensors)
         if len(operands) < len(tensors):
-            text = f'[[{UNREPLAYABLE}"sparse tensor"}}]],{{}}]'
+            text = f'[[{UNREPLAYABLE}"sparse tensor"}}],{{}}]'
         written = written_tensors(facts, args, kwargs)
         statistics = statistics_tensors(facts, args, kwargs)
         unread = {
@@ -157,33 +152,36 @@ class Recorder(TorchDispatchMode):
 
         index = self.book.started
         phase, module, node = self._whereabouts(index)
-        op = Op(
-            name=facts.name,
-            operands=operands,
-            args=text,
-            phase=phase,
-            module=module,
-            node=node.name() if node is not None else "",
-            grad=torch.is_grad_enabled(),
-        )
-        self.ops.append(op)  # stays as it is if the op raises: it did begin
+        known: dict[str, Any] = {
+            "name": facts.name,
+            "operands": operands,
+            "args": text,
+            "phase": phase,
+            "module": module,
+            "node": node.name() if node is not None else "",
+            "grad": torch.is_grad_enabled(),
+        }
+        self.ops.append(_UNFINISHED)
         probe = self._probe(tensors, kwargs)
         self.book.started = index + 1
         if probe is not None:
-            probe.begin(index)
+            probe.begin(index, facts.name)
         began = time.perf_counter()
         try:
             result = func(*args, **kwargs)
+        except BaseException:
+            self.ops[index] = Op(**known)  # it did begin
+            raise
         finally:
             seconds = time.perf_counter() - began
             if probe is not None:
-                probe.end(index)
+                probe.end(index, facts.name)
 
         results, writes = self._outcome(index, [*written, *statistics], result)
         view = bool(results) and not writes
         reads = [value for value in values if value not in unread and value not in updates]
-        self.ops[index] = replace(
-            op,
+        self.ops[index] = Op(
+            **known,
             reads=() if view or facts.factory else tuple(dict.fromkeys(reads)),
             updates=tuple(sorted(updates)),
             writes=tuple(writes),
@@ -193,7 +191,7 @@ class Recorder(TorchDispatchMode):
             factory=facts.factory and bool(writes),
             view=view,
         )
-        if op.node == _ACCUMULATE:
+        if known["node"] == _ACCUMULATE:
             for tensor in tensors_in(result):
                 self._claim_of_parameter(tensor, Kind.GRADIENT, node.variable, "grad")
         if index >= self._next_look and phase is not Phase.BACKWARD:
@@ -239,13 +237,11 @@ class Recorder(TorchDispatchMode):
         return tuple(results), list(writes)
 
     def _geometry(self, tensor: torch.Tensor) -> GeometryId:
-        geometry = Geometry(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
-        return self._geometries.setdefault(geometry, GeometryId(len(self._geometries)))
+        key = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        number = self._geometries.get(key)
+        if number is None:
+            number = self._geometries[key] = GeometryId(len(self._geometries))
+        return number
 
     def _whereabouts(self, index: int) -> tuple[Phase, str, Any]:
         """Phase, module and autograd node of the op that is about to run."""
@@ -332,7 +328,10 @@ class Recorder(TorchDispatchMode):
         return Trace(
             ops=tuple(ops),
             values=tuple(values),
-            geometries=tuple(self._geometries),
+            geometries=tuple(
+                Geometry(str(dtype).removeprefix("torch."), tuple(shape), tuple(strides), offset)
+                for dtype, shape, strides, offset in self._geometries
+            ),
             device=_main_device(values),
         )
 

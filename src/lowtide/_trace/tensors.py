@@ -1,6 +1,7 @@
 """What a tensor is to the recorder: plain memory, a wrapper, or made of parts."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,16 +10,14 @@ import torch
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is plain memory: not sparse, not on the meta device."""
     try:
-        return tensor.layout is torch.strided and tensor.device.type != "meta" and _plain(tensor)
+        return (
+            tensor.layout is torch.strided and not tensor.is_meta and not is_wrapper(type(tensor))
+        )
     except RuntimeError:  # functorch and other wrappers refuse to be asked
         return False
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    kind = type(tensor)
-    return kind in (torch.Tensor, torch.nn.Parameter) or not is_wrapper(kind)
-
-
+@cache
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this class are handled by code of their own (DTensor, quantised, …)."""
     handler = getattr(kind, "__torch_dispatch__", None)
