@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from lowtide import __version__
-from lowtide._analyze.summary import summarize
+from lowtide._analyze.summary import Summary, summarize
 from lowtide._errors import LowtideError
 from lowtide._files import check_writable, write_whole
 from lowtide._ir import Trace
@@ -86,7 +86,7 @@ def report(trace: Path, output: Path | None, force: bool) -> None:
         check_writable(output, force=force)
     step = load_trace(trace)
     summary = summarize(step)
-    Console().print(render_summary(summary))
+    _print(summary)
     if output is not None:
         write_whole(output, render_timeline(step, summary).encode())
         click.echo(f"wrote {output}")
@@ -130,5 +130,10 @@ def import_csv_command(file: Path, output: Path, force: bool) -> None:
 
 def _finish(trace: Trace, output: Path) -> None:
     save_trace(trace, output)
-    Console().print(render_summary(summarize(trace)))
+    _print(summarize(trace))
     click.echo(f"wrote {output} (digest {digest(trace)[:12]})")
+
+
+def _print(summary: Summary) -> None:
+    console = Console()
+    console.print(render_summary(summary, console.width))

@@ -135,9 +135,31 @@ def test_an_optimizer_that_never_steps_is_not_waited_for_forever(tmp_path: Path)
     trace = traced(
         tmp_path,
         """
-        spare = torch.optim.SGD(model.parameters(), lr=0.1)
+        spare = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(100):
+            optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+        """,
+    )
+    assert count(trace, "addmm") == 2
+
+
+def test_an_optimizer_that_wraps_another_is_not_waited_for(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        """
+        class Wrapper(torch.optim.Optimizer):  # as Accelerate does
+            def __init__(self, inner):
+                self.inner = inner
+            param_groups = property(lambda self: self.inner.param_groups)
+            state = property(lambda self: self.inner.state)
+            def step(self, closure=None):
+                self.inner.step(closure)
+            def zero_grad(self, set_to_none=True):
+                self.inner.zero_grad(set_to_none)
+        optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        for i in range(100):
+            assert i < 3, "lowtide waits for something"
             optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
         """,
     )

@@ -27,6 +27,7 @@ class OptimizerWatch:
         self._claim = claim
         self._on_step = on_step
         self._numbers: dict[int, int] = {}
+        self._stepped: set[int] = set()  # parameters that have been stepped, by identity
         self._waiting: WeakSet[Optimizer] | None = None
 
     def install(self, undo: ExitStack) -> None:
@@ -35,17 +36,22 @@ class OptimizerWatch:
         undo.callback(register_optimizer_step_post_hook(self._after).remove)
 
     def all_have_stepped(self) -> bool:
-        """Whether every optimizer there is has stepped at least once.
+        """Whether no optimizer is left that trains something of its own and has not stepped.
 
-        Found by one look through the heap: a GAN's second optimizer exists before it steps.
+        Found by one look through the heap: a GAN's second optimizer exists before it steps. One
+        that only wraps another has the same parameters.
         """
         if self._waiting is None:
             self._waiting = WeakSet(
                 thing
                 for thing in gc.get_objects()
-                if issubclass(type(thing), Optimizer) and id(thing) not in self._numbers
+                if issubclass(type(thing), Optimizer) and hasattr(thing, "param_groups")
             )
-        return not any(getattr(optimizer, "param_groups", None) for optimizer in self._waiting)
+        return all(
+            id(parameter) in self._stepped
+            for optimizer in self._waiting
+            for parameter in _parameters(optimizer)
+        )
 
     def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.running += 1
@@ -61,8 +67,7 @@ class OptimizerWatch:
                 for name, thing in state.items():
                     if isinstance(thing, torch.Tensor):
                         self._claim(thing, Kind.STATE, parameter, str(name))
-        if self._waiting is not None:
-            self._waiting.discard(optimizer)
+        self._stepped.update(map(id, _parameters(optimizer)))
         if self.running == 0:
             self._on_step(self._numbers.setdefault(id(optimizer), len(self._numbers)))
 
