@@ -31,12 +31,13 @@ from lowtide._analyze.load import find_peak
 from lowtide._analyze.recompute import obstacles
 from lowtide._trace.digest import digest
 
+TINY = "30,000 tiny ops"
 GPU: dict[str, Callable[[], Job]] = {
     "ResNet-50 256 tf32": lambda: resnet50("cuda"),
     "GPT-2 medium 16x1024 bf16": lambda: gpt2_medium("cuda"),
     "BERT-large 16x384": lambda: bert_large("cuda"),
     "custom autograd.Function": lambda: custom("cuda", 8192, 4096),
-    "30,000 tiny ops": lambda: chain("cuda", 4200),
+    TINY: lambda: chain("cuda", 4200),
 }
 CPU: dict[str, Callable[[], Job]] = {
     "ResNet": lambda: small_resnet("cpu"),
@@ -52,7 +53,7 @@ CPU: dict[str, Callable[[], Job]] = {
         vocab_size=1000,
     ),
     "custom autograd.Function": lambda: custom("cpu", 512, 256),
-    "30,000 tiny ops": lambda: chain("cpu", 4200),
+    TINY: lambda: chain("cpu", 4200),
 }
 
 
@@ -106,8 +107,8 @@ def results_after(build: Callable[[], Job], traced: bool) -> dict[str, torch.Ten
     return copy.deepcopy(job.model.state_dict())
 
 
-def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
-    """Everything about one model."""
+def measure(build: Callable[[], Job], device: str, *, repeat: bool) -> dict[str, Any]:
+    """Everything about one model; without `repeat`, what takes a single trace."""
     torch.manual_seed(0)
     truth = true_peak(build, device)
     release()
@@ -129,7 +130,7 @@ def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
     obstacles(trace)
     idle_gaps(trace)
     analysis = time.perf_counter() - began
-    again = digest(lowtide.trace(job.step, warmup=0)) == digest(trace)
+    again = digest(lowtide.trace(job.step, warmup=0)) == digest(trace) if repeat else None
     figures = {
         "ops": len(trace.ops),
         "true_peak_bytes": truth,
@@ -146,6 +147,8 @@ def measure(build: Callable[[], Job], device: str) -> dict[str, Any]:
     }
     del job, trace
     release()
+    if not repeat:
+        return figures
     with deterministic():
         plain_twice = [results_after(build, traced=False) for _ in range(2)]
         traced_once = results_after(build, traced=True)
@@ -171,6 +174,15 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def verdict(figures: dict[str, Any], what: str) -> str:
+    """In one word, whether two things were the same."""
+    if figures.get(what) is None:
+        return "-"
+    if figures[what]:
+        return "same"
+    return "DIFFER" if figures.get("plain_equals_itself", True) else "random"
+
+
 def main() -> None:
     """Measure every model and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -185,20 +197,19 @@ def main() -> None:
         if options.only and options.only not in name:
             continue
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-        results["models"][name] = measure(build, options.device)
+        results["models"][name] = measure(build, options.device, repeat=name != TINY)
         release()
     print(
         f"{'model':28}{'ops':>7}{'true peak MiB':>15}{'error':>10}{'op/step time':>14}"
         f"{'extra s':>9}{'analysis s':>12}{'after':>7}{'left':>6}{'digest':>8}{'results':>9}"
     )
     for name, m in results["models"].items():
-        same = "same" if m["same_results"] else "DIFFER" if m["plain_equals_itself"] else "random"
         print(
             f"{name:28}{m['ops']:>7}{m['true_peak_bytes'] / 2**20:>15.1f}{m['peak_error']:>+10.3%}"
             f"{m['op_seconds_over_step_seconds']:>14.3f}"
             f"{m['extra_seconds']:>9.2f}{m['analysis_seconds']:>12.3f}"
             f"{m['step_time_after_over_before']:>7.2f}{m['bytes_left_behind']:>6}"
-            f"{'same' if m['same_digest_twice'] else 'DIFFER':>8}{same:>9}"
+            f"{verdict(m, 'same_digest_twice'):>8}{verdict(m, 'same_results'):>9}"
         )
     if options.out:
         options.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -58,6 +58,28 @@ def test_clipping_and_unscaling_belong_to_the_optimizer() -> None:
     assert norm.phase is Phase.OPTIMIZER
 
 
+def test_an_average_of_the_weights_belongs_to_the_optimizer() -> None:
+    model = nn.Linear(8, 4)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        out = model(torch.ones(2, 8))
+        with torch.no_grad():
+            out.argmax()  # a metric
+        out.sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+    trace = lowtide.trace(step)
+    assert next(op for op in trace.ops if "argmax" in op.name).phase is Phase.FORWARD
+    weights = {i for i, v in enumerate(trace.values) if v.kind is Kind.PARAMETER}
+    outside = [op for op in trace.ops if not op.module and weights & {*op.reads}]
+    assert {op.phase for op in outside} == {Phase.OPTIMIZER}
+    assert len(outside) > 2  # the step itself is two additions
+
+
 def test_an_inplace_op_makes_a_new_version_of_the_same_storage() -> None:
     trace = trace_of("inplace_relu_and_batchnorm")
     relu = next(op for op in trace.ops if op.name == "aten.relu_.default")

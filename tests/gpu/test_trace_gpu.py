@@ -36,17 +36,24 @@ def conv_net() -> Job:
 
 JOBS: dict[str, Callable[[], Job]] = {
     "conv_net": conv_net,
-    "gpt2": lambda: gpt2("cuda", 8, 128, n_layer=3, n_embd=256, n_head=4, vocab_size=5000),
+    "gpt2": lambda: gpt2("cuda", 16, 512, n_layer=4, n_embd=512, n_head=8, vocab_size=5000),
     "bert": lambda: bert(
-        "cuda", 8, 128, num_hidden_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=5000
+        "cuda",
+        32,
+        512,
+        num_hidden_layers=4,
+        hidden_size=512,
+        num_attention_heads=8,
+        vocab_size=5000,
     ),
-    "custom": lambda: custom("cuda", 512, 1024),
+    "custom": lambda: custom("cuda", 8192, 2048),
 }
 every_job = pytest.mark.parametrize("build", JOBS.values(), ids=JOBS)
 
 
 @every_job
 def test_the_load_curve_peaks_where_the_allocator_does(build: Callable[[], Job]) -> None:
+    """Models of some size: the allocator counts up to 1 MiB a block that it did not split off."""
     job = build()
     for _ in range(3):
         job.step()

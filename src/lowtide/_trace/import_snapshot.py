@@ -118,7 +118,7 @@ def _trace(events: list[_Event], blocks: list[tuple[int, int]], device: str, sou
     before += [(size, None) for address, size in blocks if address not in live]
     count = len(ops)
 
-    def value(size: int, first: int, end: int | None, was_before: bool) -> Value:
+    def value(size: int, first: int, end: int | None, was_before: bool, caller: str) -> Value:
         return Value(
             storage=StorageId(0),  # numbered below
             version=0,
@@ -129,10 +129,11 @@ def _trace(events: list[_Event], blocks: list[tuple[int, int]], device: str, sou
             before=was_before,
             after=end is None,
             device=device,
+            module=caller,
         )
 
-    values = [value(size, i, ends.get(i), False) for i, size in enumerate(sizes)]
-    values += [value(size, 0, end, True) for size, end in before if end != 0]
+    values = [value(n, i, ends.get(i), False, ops[i].module) for i, n in enumerate(sizes)]
+    values += [value(n, 0, end, True, "") for n, end in before if end != 0]
     return renumber(
         Trace(
             ops=tuple(ops),

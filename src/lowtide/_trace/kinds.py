@@ -18,22 +18,29 @@ class Claim:
 def settle_phases(
     ops: Sequence[Op], storages: Sequence[int], claims: Mapping[int, Claim]
 ) -> list[Op]:
-    """Ops outside of backward that handle gradients, or what came of them, are the optimizer's.
+    """Ops outside of backward and of modules that handle gradients, or parameters without grad
+    mode, or what came of either, are the optimizer's.
 
-    Clipping, unscaling and zeroing run outside of `Optimizer.step`. The gradient of the loss
-    itself is made just before backward and belongs to it.
+    Clipping, unscaling, zeroing and averaging of weights run outside of `Optimizer.step`. The
+    gradient of the loss itself is made just before backward and belongs to it.
     """
-    gradients = {
-        ValueId(i)
-        for i, storage in enumerate(storages)
-        if storage in claims and claims[storage].kind is Kind.GRADIENT
-    }
+    kind_of = [claims[storage].kind if storage in claims else None for storage in storages]
     derived: set[ValueId] = set()
+
+    def is_update(op: Op) -> bool:
+        for value in (*op.reads, *op.writes):
+            kind = kind_of[value]
+            if value in derived or kind is Kind.GRADIENT:
+                return True
+            if kind is Kind.PARAMETER and not op.grad:
+                return True
+        return False
+
     settled = list(ops)
     for i, op in enumerate(ops):
         if op.phase is not Phase.FORWARD:
             continue
-        if not op.module and any(v in gradients or v in derived for v in (*op.reads, *op.writes)):
+        if not op.module and is_update(op):
             settled[i] = replace(op, phase=Phase.OPTIMIZER)
             derived.update(op.writes)
         elif (

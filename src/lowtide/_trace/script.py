@@ -4,6 +4,7 @@ The script runs as `python script args` would run it, recorded from its first li
 as soon as a steady step has been seen.
 """
 
+import gc
 import os
 import runpy
 import sys
@@ -52,6 +53,7 @@ def trace_script(
             raise ScriptFailed(_failure(script, error)) from error
         finally:
             watch.recorder.stop()
+    gc.collect()  # frames of the script may hold loaders whose workers want an orderly end
     recording = watch.recorder.recording()
     bounds = watch.bounds or _bounds_at_end(script, recording, watch)
     step = with_cpu_workspace(cut(recording, bounds.start, bounds.stop))

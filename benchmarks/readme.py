@@ -1,0 +1,57 @@
+"""Committed results and the demo's table -> the README, between its marks. Nothing by hand.
+
+python benchmarks/readme.py
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def tracing_table() -> str:
+    """The truth of traces, one row a model and machine."""
+    lines = [
+        "| model | on | ops | true peak | trace's error | extra time of tracing |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for path in sorted(RESULTS.glob("tracing-*.json"), reverse=True):
+        results: dict[str, Any] = json.loads(path.read_text())
+        where = results["machine"].get("gpu") if results["device"] == "cuda" else "CPU"
+        for name, m in results["models"].items():
+            lines.append(
+                f"| {name} | {where} | {m['ops']:,} | {m['true_peak_bytes'] / 2**20:,.1f} MiB "
+                f"| {m['peak_error']:+.3%} | {m['extra_seconds']:.1f} s |"
+            )
+    return "\n".join(lines)
+
+
+def demo_output() -> str:
+    """What `lowtide report` prints for the small GPT on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = f"{folder}/gpt.trace"
+        lowtide = [sys.executable, "-m", "lowtide"]
+        script = str(ROOT / "examples" / "train_gpt.py")
+        subprocess.run([*lowtide, "trace", "-o", trace, script], check=True, capture_output=True)
+        shown = subprocess.check_output([*lowtide, "report", trace], text=True)
+    return "```\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
+
+
+def main() -> None:
+    """Rewrite the README's measured parts."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    for mark, content in (("demo", demo_output()), ("tracing", tracing_table())):
+        start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}\n{content}\n{end}{rest.split(end)[1]}"
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
