@@ -12,7 +12,9 @@ import lowtide
 from lowtide import Trace
 from lowtide._analyze.access import producers
 from lowtide._analyze.recompute import Obstacle, obstacles
+from lowtide._check import find_flaw
 from lowtide._ir import Kind, Phase, Value
+from lowtide._trace.record import Recorder
 
 
 def trace_of(name: str) -> Trace:
@@ -282,6 +284,42 @@ def test_a_resized_storage_is_another_storage() -> None:
     trace = lowtide.trace(step)
     sizes = {v.bytes for v in trace.values if v.first < len(trace.ops)}
     assert {16, 4000} <= sizes
+
+
+def test_a_storage_resized_behind_the_back_of_ops_is_another_storage() -> None:
+    x = torch.ones(1000)
+
+    def step() -> None:
+        x.untyped_storage().resize_(4000)
+        x.sum()
+        x.untyped_storage().resize_(8000)  # as sharded training does with its weights
+        x.sum()
+
+    trace = lowtide.trace(step)
+    assert [trace.values[op.reads[0]].bytes for op in trace.ops] == [4000, 8000]
+
+
+def test_a_step_that_begins_by_overwriting() -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    trace = lowtide.trace(step)
+    assert find_flaw(trace) is None
+    assert trace.ops[0].name == "aten.zero_.default"
+    assert trace.ops[0].phase is Phase.OPTIMIZER
+
+
+def test_what_dies_after_the_recording_outlives_it() -> None:
+    with Recorder() as recorder:
+        x = torch.ones(1000)
+    del x
+    (value,) = (v for v in recorder.recording().values if v.bytes == 4000)
+    assert value.after
 
 
 def test_an_op_that_raises_is_kept_and_the_rest_goes_on() -> None:

@@ -38,8 +38,9 @@ def traces(draw: st.DrawFn, max_ops: int = 12) -> Trace:
             lines.append(f"opaque {changed}")
             lived = [name for name in lived if name != changed]
         reads = draw(st.lists(st.sampled_from(live), unique=True, max_size=3)) if live else []
-        rewritten = draw(st.lists(st.sampled_from(reads), unique=True, max_size=1)) if reads else []
-        blob = f'{{"args":"[[],{{}}]","in":[["{reads[0]}",0]]}}' if reads else ""
+        rewritten = draw(st.lists(st.sampled_from(live), unique=True, max_size=1)) if live else []
+        operands = ",".join(f'["{name}",0]' for name in dict.fromkeys(reads + rewritten))
+        blob = f'{{"args":"[[],{{}}]","in":[{operands}]}}' if operands else ""
         made = [new() for _ in range(draw(st.integers(0, 2)))]
         phase = draw(st.sampled_from(["forward", "backward", "optimizer"]))
         flags = draw(st.sampled_from(["", "random", "factory grad", "node=N workspace=7"]))

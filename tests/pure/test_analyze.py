@@ -59,6 +59,8 @@ def test_gaps_lie_between_uses_and_across_the_step() -> None:
         Gap(2, 0, 3),  # type: ignore[arg-type]
         Gap(1, -1, 4, True),  # type: ignore[arg-type]
     ]
+    adjacent = parse("mm x:8 -> h:2\nmm h -> y:2\nmm h x -> z:2")
+    assert [gap.value for gap in idle_gaps(adjacent)] == [0]  # h is used by every op, x is not
     later = parse("nop ->\nmm w:8 -> h:2\nnop ->")
     assert idle_gaps(later) == [Gap(0, 1, 4, True)]  # type: ignore[arg-type]
 

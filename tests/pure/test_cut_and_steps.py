@@ -48,6 +48,14 @@ def test_what_crosses_the_border_is_before_and_after() -> None:
     assert all(value.saves == () for value in step.values if value is not old)
 
 
+def test_what_is_alive_at_the_border_outlives_the_stretch() -> None:
+    whole = parse("mm x:8 -> w:8\nadd_ w -> w\nmm w -> y:8\nkeep y")
+    (w,) = (v for v in cut(whole, 0, 1).values if v.bytes == 8 and not v.before)
+    assert w.after  # its storage goes on, overwritten by the next op
+    ended = cut(whole, 2, 3)
+    assert [v.after for v in ended.values] == [False, True, True]  # w, x, y
+
+
 def test_a_value_overwritten_by_the_first_op_is_kept_for_its_reading() -> None:
     whole = parse("mm x:8 -> w:8\nadd_ w -> w\nmm w -> y:8")
     step = cut(whole, 1, 3)

@@ -14,7 +14,12 @@ from lowtide._trace.order import renumber
 
 def cut(trace: Trace, start: int, stop: int) -> Trace:
     """The ops `start <= i < stop` as a trace of their own, in the common order."""
-    needed = {value for op in trace.ops[start:stop] for value in (*op.reads, *op.updates)}
+    # The first op may overwrite a value in place: it is gone at once, but the op refers to it.
+    needed = {
+        value
+        for op in trace.ops[start : start + 1]
+        for value in (*op.reads, *op.updates, *(operand.value for operand in op.operands))
+    }
     kept = [
         ValueId(i)
         for i, value in enumerate(trace.values)
