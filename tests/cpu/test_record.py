@@ -314,6 +314,16 @@ def test_a_step_that_begins_by_overwriting() -> None:
     assert trace.ops[0].phase is Phase.OPTIMIZER
 
 
+def test_garbage_in_cycles_ends_with_its_step() -> None:
+    def step() -> None:
+        cycle: list[object] = [torch.ones(1000)]
+        cycle.append(cycle)
+
+    trace = lowtide.trace(step)
+    (value,) = (v for v in trace.values if v.bytes == 4000)
+    assert not value.before and not value.after
+
+
 def test_what_dies_after_the_recording_outlives_it() -> None:
     with Recorder() as recorder:
         x = torch.ones(1000)
