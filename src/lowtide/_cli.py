@@ -68,10 +68,11 @@ def trace_command(
     from lowtide._trace.script import trace_script  # needs torch; the other commands do not
 
     check_writable(output, force=force)
+    place = output.absolute()  # the script may change directory
     trace = trace_script(
         script, args, warmup=warmup, tell=lambda line: click.echo(f"lowtide: {line}", err=True)
     )
-    _finish(trace, output)
+    _finish(trace, place, output)
 
 
 @cli.command()
@@ -104,7 +105,7 @@ def import_group() -> None:
 def import_dtr_command(file: Path, output: Path, force: bool) -> None:
     """An operator log of DTR: JSON lines, gzipped or not."""
     check_writable(output, force=force)
-    _finish(import_dtr(file), output)
+    _finish(import_dtr(file), output, output)
 
 
 @import_group.command(name="snapshot")
@@ -115,7 +116,7 @@ def import_dtr_command(file: Path, output: Path, force: bool) -> None:
 def import_snapshot_command(file: Path, output: Path, force: bool, whole: bool) -> None:
     """A PyTorch CUDA memory snapshot, as torch.cuda.memory._dump_snapshot writes it."""
     check_writable(output, force=force)
-    _finish(import_snapshot(file, whole=whole), output)
+    _finish(import_snapshot(file, whole=whole), output, output)
 
 
 @import_group.command(name="csv")
@@ -125,11 +126,11 @@ def import_snapshot_command(file: Path, output: Path, force: bool, whole: bool) 
 def import_csv_command(file: Path, output: Path, force: bool) -> None:
     """Buffers in minimalloc's format: id,lower,upper,size."""
     check_writable(output, force=force)
-    _finish(import_csv(file), output)
+    _finish(import_csv(file), output, output)
 
 
-def _finish(trace: Trace, output: Path) -> None:
-    save_trace(trace, output)
+def _finish(trace: Trace, place: Path, output: Path) -> None:
+    save_trace(trace, place)
     _print(summarize(trace))
     click.echo(f"wrote {output} (digest {digest(trace)[:12]})")
 

@@ -26,6 +26,7 @@ def global_state() -> list[object]:
         dict(nn.modules.module._global_forward_hooks_always_called),
         dict(optimizer_module._global_optimizer_pre_hooks),
         dict(optimizer_module._global_optimizer_post_hooks),
+        torch.autograd.graph.disable_saved_tensors_hooks,
         gc.isenabled(),
         threading.active_count(),
         torch.is_grad_enabled(),

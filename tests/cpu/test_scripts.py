@@ -241,6 +241,22 @@ def test_a_script_that_cannot_be_traced(body: str, complaint: str, tmp_path: Pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py"]
 
 
+def test_a_script_that_changes_directory(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        """
+        import os
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        for _ in range(9):
+            optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+        """,
+    )
+    assert count(trace, "addmm") == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_script_that_runs_no_op(tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text("print('hello')")
     command = [sys.executable, "-m", "lowtide", "trace", "-o", "x.trace", "hello.py"]

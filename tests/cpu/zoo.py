@@ -319,6 +319,26 @@ def foreach_and_fused() -> Loop:
     return Loop(step, lambda: [*model.parameters()])
 
 
+def functional_transforms() -> Loop:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(12, 8)
+    names: dict[str, torch.Tensor] = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.square(torch.func.functional_call(model, weights, (x,)).sum())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(names, data)
+        for name, parameter in names.items():
+            parameter.grad = each[name].detach().mean(dim=0)
+        loss(names, data).backward()
+        optimizer.step()
+
+    return Loop(step, lambda: [*model.parameters()])
+
+
 ZOO: dict[str, Callable[[], Loop]] = {
     build.__name__: build
     for build in (
@@ -327,5 +347,6 @@ ZOO: dict[str, Callable[[], Loop]] = {
         *(saved_by_several_ops, checkpointing, reentrant_checkpointing, double_backward),
         *(no_grad_parts, autocast_with_scaler, rnn, unrolled_cell, accumulation, gan),
         *(never_backward, sparse_embedding, manual_update, foreach_and_fused),
+        functional_transforms,
     )
 }

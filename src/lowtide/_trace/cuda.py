@@ -186,7 +186,7 @@ def _unseen_values(
                     storage=StorageId(len(entries) + len(found)),
                     version=0,
                     bytes=block.bytes,
-                    kind=Kind.TEMPORARY,
+                    kind=Kind.BUFFER if block.after else Kind.TEMPORARY,
                     first=OpIndex(block.first),
                     end=OpIndex(block.end),
                     after=block.after,

@@ -4,9 +4,9 @@ A dispatch mode sees every ATen op in forward, backward (PyTorch carries modes i
 threads) and optimizer; the book resolves tensors to values; global hooks tell modules, steps and
 saved tensors. It costs some 50 µs an op: right for a few steps, too slow to stay.
 
-Known to be imperfect: ops that other Python threads run in forward are not seen; regions that
-forbid saved-tensor hooks (torch.func transforms) raise PyTorch's own error; on the CPU, a tensor
-that no op makes and no op touches (a saved generator state) is not counted.
+Known to be imperfect: ops that other Python threads run in forward are not seen; what is saved
+inside torch.func transforms is not seen as saved, only its ops; on the CPU, a tensor that no op
+makes and no op touches (a saved generator state) is not counted.
 """
 
 import gc

@@ -7,14 +7,17 @@ saved here, which is the truth.
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from lowtide._trace.book import Book
 from lowtide._trace.tensors import has_storage, version_of
+
+_DISABLE = "disable_saved_tensors_hooks"
+_Disable = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -48,6 +51,9 @@ class SavedTensors:
         """Start watching; `undo` stops it. Graphs that outlive the recording keep working."""
         undo.callback(self._close)
         undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+        graph = torch.autograd.graph
+        undo.callback(setattr, graph, _DISABLE, getattr(graph, _DISABLE))
+        setattr(graph, _DISABLE, self._step_aside(getattr(graph, _DISABLE)))
 
     def is_unpacking(self, tensor: torch.Tensor) -> bool:
         """Whether a `detach` of `tensor` now is the engine's handling of a hook's result.
@@ -60,6 +66,25 @@ class SavedTensors:
     def forget_unpacking(self) -> None:
         """Another op came first: no `detach` follows the last unpacking."""
         self._unpacked_storage = None
+
+    def _step_aside(self, disable: _Disable) -> _Disable:
+        """`torch.func` refuses to run under saved-tensor hooks, so these leave for as long."""
+
+        @contextmanager
+        def disable_without_ours(message: str) -> Iterator[None]:
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if top != (self._pack, self._unpack):
+                with disable(message):  # the script's own hooks: let PyTorch judge them
+                    yield
+                return
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            try:
+                with disable(message):
+                    yield
+            finally:
+                torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+        return disable_without_ours
 
     def _close(self) -> None:
         self._book = None

@@ -8,13 +8,10 @@ import torch
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is plain memory: not sparse, not on the meta device."""
-    try:
-        return (
-            tensor.layout is torch.strided and not tensor.is_meta and not is_wrapper(type(tensor))
-        )
-    except RuntimeError:  # functorch and other wrappers refuse to be asked
+    """Whether `tensor` is plain memory: not sparse, not on the meta device, no wrapper."""
+    if is_wrapper(type(tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 @cache
