@@ -13,10 +13,13 @@ plainest bookkeeping there is. The laws:
 6. A save lies within its value's life and is unpacked no earlier than it was packed.
 """
 
+import math
 from collections import defaultdict
 from itertools import pairwise
 
 from lowtide._ir import Trace, Value, ValueId
+
+_MOST_BYTES = 1 << 60  # sums of such numbers stay exact in 64 bits
 
 
 def find_flaw(trace: Trace) -> str | None:
@@ -27,8 +30,11 @@ def find_flaw(trace: Trace) -> str | None:
 def _flaw_in_values(trace: Trace) -> str | None:
     count = len(trace.ops)
     versions: dict[int, list[Value]] = defaultdict(list)
-    if trace.granularity_bytes < 1 or trace.unseen_bytes < 0:
-        return "granularity is below 1 or unseen bytes are negative"
+    grain, unseen = trace.granularity_bytes, trace.unseen_bytes
+    if not 1 <= grain <= _MOST_BYTES or not 0 <= unseen <= _MOST_BYTES:
+        return "granularity is below 1 or unseen bytes are negative, or one of them is absurd"
+    if sum(abs(value.bytes) + grain for value in trace.values) > _MOST_BYTES:
+        return "its values have more bytes together than any machine"
     for i, value in enumerate(trace.values):
         if value.bytes < 0:
             return f"value {i} has {value.bytes} bytes"
@@ -64,8 +70,8 @@ def _flaw_in_ops(trace: Trace) -> str | None:
             for operand in (*op.operands, *op.results)
         ):
             return f"op {i} ({op.name}) names a geometry that does not exist"
-        if op.seconds < 0 or op.workspace_bytes < 0:
-            return f"op {i} ({op.name}) has a negative time or workspace"
+        if not (0 <= op.seconds < math.inf and 0 <= op.workspace_bytes <= _MOST_BYTES):
+            return f"op {i} ({op.name}) has a negative or absurd time or workspace"
         replaced = {(trace.values[new].storage, trace.values[new].version - 1) for new in op.writes}
         for new in op.writes:
             value = trace.values[new]

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from lowtide import __version__
 from lowtide._analyze.summary import Summary, summarize
-from lowtide._errors import LowtideError
+from lowtide._check import find_flaw
+from lowtide._errors import BadInput, LowtideError
 from lowtide._files import check_writable, write_whole
 from lowtide._ir import Trace
 from lowtide._report.html import render_timeline
@@ -130,8 +131,13 @@ def import_csv_command(file: Path, output: Path, force: bool) -> None:
 
 
 def _finish(trace: Trace, place: Path, output: Path) -> None:
+    """Show and write `trace`, in this order: what cannot be shown is not written."""
+    flaw = find_flaw(trace)
+    if flaw is not None:
+        raise BadInput(f"{output} not written: the trace cannot be true ({flaw})")
+    summary = summarize(trace)
     save_trace(trace, place)
-    _print(summarize(trace))
+    _print(summary)
     click.echo(f"wrote {output} (digest {digest(trace)[:12]})")
 
 

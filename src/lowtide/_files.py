@@ -9,12 +9,15 @@ from lowtide._errors import BadInput
 
 def check_writable(path: Path, *, force: bool) -> None:
     """Refuse now what could not be written later: an existing file, a missing folder."""
-    if path.is_dir():
-        raise BadInput(f"{path} is a folder: name a file to write")
-    if path.exists() and not force:
-        raise BadInput(f"{path} exists: choose another name or add --force to replace it")
-    if not path.absolute().parent.is_dir():
-        raise BadInput(f"{path.parent} is not a folder: create it first")
+    try:
+        if path.exists() and not path.is_file():
+            raise BadInput(f"{path} is not a file: name a file to write")
+        if path.exists() and not force:
+            raise BadInput(f"{path} exists: choose another name or add --force to replace it")
+        if not path.absolute().parent.is_dir():
+            raise BadInput(f"{path.parent} is not a folder: create it first")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:

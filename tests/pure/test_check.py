@@ -48,13 +48,17 @@ def _op(number: int, **changes: Any) -> Trace:
         (_op(2, reads=(ValueId(2),)), "op 2 (add) touches value 2, alive only for 0..1"),
         (_op(0, reads=(ValueId(9),)), "names a value that does not exist"),
         (_op(0, operands=(Operand(ValueId(0), 3),)), "names a geometry"),  # type: ignore[arg-type]
-        (_op(0, seconds=-1.0), "negative time"),
+        (_op(0, seconds=-1.0), "negative or absurd time"),
         (_value(3, saves=(Save(OpIndex(9), "", OpIndex(2)),)), "saved by op 9"),
         (_value(2, saves=(Save(None, "", OpIndex(3)),)), "outside its life"),
         (
             _value(3, saves=(Save(None, "", OpIndex(2), (OpIndex(1),)),)),
             "before it was saved",
         ),
+        (_op(0, seconds=float("nan")), "negative or absurd time"),
+        (_op(0, workspace_bytes=10**30), "absurd time or workspace"),
+        (_value(0, bytes=1 << 62), "more bytes together than any machine"),
+        (replace(GOOD, unseen_bytes=10**30), "absurd"),
         (replace(GOOD, granularity_bytes=0), "granularity"),
     ],
 )

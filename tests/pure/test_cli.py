@@ -68,6 +68,8 @@ def test_import_and_report(tmp_path: Path) -> None:
         (["import", "csv", "old.csv", "-o", "old.csv"], "old.csv exists: choose another name"),
         (["import", "csv", "old.csv", "-o", "no/x"], "no is not a folder: create it first"),
         (["trace", "-o", "old.csv", "train.py"], "old.csv exists: choose another name"),
+        (["import", "csv", "old.csv", "-o", "/dev/null", "--force"], "/dev/null is not a file"),
+        (["import", "csv", "old.csv", "-o", "x" * 300], f"cannot write {'x' * 300}: File name too"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

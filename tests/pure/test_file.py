@@ -63,6 +63,12 @@ def _with(**changes: Any) -> bytes:
         (_with(values__first=[0, 0, 0, True]), "is damaged"),
         (_with(values__end=[2, 2, 1, 9]), "is damaged (value 3 lives for ops 1..9 of 2)"),
         (_with(device=3), "is damaged"),
+        (_with(version=-5), "has trace version -5"),
+        (_with(ops__name=[0, -1]), "is damaged (TypeError -1 is not the number of a string)"),
+        (_with(ops__name=[0, True]), "is damaged"),
+        (_with(ops__seconds=[1.0, float("nan")]), "is damaged (op 1"),
+        (_with(ops__seconds=[1.0, 10**400]), "is damaged"),
+        (_with(values__bytes=[8, 8, 8, 10**30]), "is damaged (its values have more bytes"),
     ],
 )
 def test_a_bad_file_is_one_line(content: bytes, complaint: str, tmp_path: Path) -> None:

@@ -50,6 +50,15 @@ def test_everything_behind_the_bar() -> None:
     assert h.after and trace.ops[1].factory and trace.ops[2].view
 
 
+def test_names_may_have_spaces_and_bars() -> None:
+    trace = parse(
+        "have w:8 | @a%20b name=x%7Cy\nmm w -> h:8 | @(anonymous%20namespace)::f node=%7B"
+    )
+    assert (trace.values[0].module, trace.values[0].name) == ("a b", "x|y")
+    assert (trace.ops[0].module, trace.ops[0].node) == ("(anonymous namespace)::f", "{")
+    assert parse(format_trace(trace)) == trace
+
+
 @given(traces())
 def test_text_round_trips(trace: Trace) -> None:
     assert find_flaw(trace) is None

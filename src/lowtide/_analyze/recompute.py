@@ -6,6 +6,7 @@ recomputable can be made again, one that is overwritten while the value is still
 """
 
 from enum import StrEnum
+from math import inf
 
 from lowtide._analyze.access import accesses, producers
 from lowtide._ir import UNREPLAYABLE, Kind, Op, OpIndex, Trace, Value, ValueId
@@ -28,35 +29,36 @@ def obstacles(trace: Trace) -> list[Obstacle | None]:
     overwritten = {
         (value.storage, value.version - 1): value.first for value in trace.values if value.version
     }
-
-    def is_lost(source: ValueId, wanted_until: int) -> bool:
-        """Whether the bytes of `source`, which has no recipe, are overwritten before then."""
-        value = trace.values[source]
-        at = overwritten.get((value.storage, value.version))
-        return at is not None and at < wanted_until
-
+    until = [0.0] * len(trace.values)  # up to which op the value can be had, kept or made again
     for i in sorted(range(len(trace.values)), key=lambda i: trace.values[i].first):
         value = trace.values[i]
         at = maker.get(ValueId(i))
+        kept_until = overwritten.get((value.storage, value.version), inf)
+        sources: list[ValueId] = []
         if at is None:
             result[i] = _obstacle_without_producer(value)
-            continue
-        op = trace.ops[at]
-        if UNREPLAYABLE in op.args:
+        elif UNREPLAYABLE in trace.ops[at].args:
             result[i] = Obstacle.NO_PRODUCER
-            continue
-        if may_be_filled_unseen(op):
+        elif may_be_filled_unseen(trace.ops[at]):
             result[i] = Obstacle.OPAQUE
-            continue
-        wanted_until = max([*touched[i], *(u for s in value.saves for u in s.unpacked)])
-        if value.after:
-            wanted_until = OpIndex(len(trace.ops))
-        sources = [*op.reads]
-        if value.version:
-            sources += [u for u in op.updates if trace.values[u].storage == value.storage]
-        if any(result[s] is not None and is_lost(s, wanted_until) for s in sources):
-            result[i] = Obstacle.MUTATED
+        else:
+            op = trace.ops[at]
+            sources = [*op.reads]
+            if value.version:
+                sources += [u for u in op.updates if trace.values[u].storage == value.storage]
+            if min((until[s] for s in sources), default=inf) < _wanted_until(trace, i, touched):
+                result[i] = Obstacle.MUTATED
+        until[i] = kept_until
+        if result[i] is None:
+            until[i] = max(kept_until, min((until[s] for s in sources), default=inf))
     return result
+
+
+def _wanted_until(trace: Trace, i: int, touched: list[list[OpIndex]]) -> int:
+    value = trace.values[i]
+    if value.after:
+        return len(trace.ops)
+    return max([*touched[i], *(u for save in value.saves for u in save.unpacked)])
 
 
 def may_be_filled_unseen(op: Op) -> bool:

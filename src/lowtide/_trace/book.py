@@ -59,6 +59,9 @@ class Book:
         for thing in things:
             if type(thing) in kinds and has_storage(thing):
                 self._enter(thing, before=True)
+                gradient = thing.grad if thing.is_leaf else None
+                if gradient is not None and has_storage(gradient):
+                    self._enter(gradient, before=True)  # Python may never have looked at it
 
     def current(self, tensor: torch.Tensor) -> int:
         """The value that `tensor` shows, for reading."""

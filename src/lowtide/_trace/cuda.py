@@ -45,6 +45,7 @@ class CudaProbe:
         self._spans: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self._cycles: dict[str, int] = {}  # how long to spin for ops of this name
         self._began = 0.0
+        self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
         self._history_is_ours = not torch._C._cuda_isHistoryEnabled()
         if self._history_is_ours:
@@ -84,13 +85,13 @@ class CudaProbe:
         self._ranges[op] = self._ranges[op][0], self._event_count()
 
     def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:
-        """`trace` with device times, workspace and memory held by no tensor; ends the probe."""
+        """`trace` with device times, workspace and memory held by no tensor."""
         torch.cuda.synchronize()
         ops = list(trace.ops)
         for i, (start, end) in self._spans.items():
             seconds = max(start.elapsed_time(end) / 1e3 - self._pause, 0.0)
             ops[i] = replace(ops[i], seconds=seconds)
-        events = self._events()
+        events = self._events
         for i, workspace in _workspaces(events, self._ranges).items():
             ops[i] = replace(ops[i], workspace_bytes=workspace)
         device = f"cuda:{self._device}"
@@ -120,7 +121,11 @@ class CudaProbe:
         counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
         return int(counts["allocated"] + counts["freed"])
 
-    def _events(self) -> dict[int, _Event]:
+    def close(self) -> None:
+        """Take what the history has and stop it, also when the recording ends by an error."""
+        self._events = self._read_history()
+
+    def _read_history(self) -> dict[int, _Event]:
         """The history by the running number of each event, which `_event_count` gives too."""
         last = self._event_count()
         history: list[dict[str, Any]] = torch.cuda.memory._snapshot(self._device)["device_traces"][

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from lowtide._ir import Operand, OpIndex, Save, StorageId, Trace, Value, ValueId
+from lowtide._ir import Kind, Op, Operand, OpIndex, Save, StorageId, Trace, Value, ValueId
 from lowtide._trace.order import renumber
 
 
@@ -20,10 +20,14 @@ def cut(trace: Trace, start: int, stop: int) -> Trace:
         for op in trace.ops[start : start + 1]
         for value in (*op.reads, *op.updates, *(operand.value for operand in op.operands))
     }
+    replaced = {(value.storage, value.version - 1) for value in trace.values}
+    continued = {(start, value.storage) for value in trace.values if value.first == start}
     kept = [
         ValueId(i)
         for i, value in enumerate(trace.values)
-        if value.first < stop and (value.end > start or i in needed)
+        if value.first < stop
+        and (value.end > value.first or (value.storage, value.version) in replaced)
+        and (value.end > start or i in needed or (value.end, value.storage) in continued)
     ]
     # Only what was there before has an order to choose; the rest is ordered by the ops.
     rank = _ranks(trace, start, stop)
@@ -51,7 +55,23 @@ def cut(trace: Trace, start: int, stop: int) -> Trace:
         )
         for op in trace.ops[start:stop]
     )
-    return renumber(replace(trace, ops=ops, values=values))
+    return renumber(replace(trace, ops=ops, values=_without_passing_parameters(ops, values)))
+
+
+def _without_passing_parameters(
+    ops: tuple[Op, ...], values: tuple[Value, ...]
+) -> tuple[Value, ...]:
+    """A leaf with a gradient that no module or optimizer knows is a parameter only if it was
+    there before: reentrant checkpointing and attacks on inputs make leaves in every step.
+    """
+    stays = {value.storage for value in values if value.before}
+    made = {value for op in ops for value in op.writes}
+    return tuple(
+        replace(value, kind=Kind.ACTIVATION if i in made else Kind.INPUT)
+        if value.kind is Kind.PARAMETER and not value.name and value.storage not in stays
+        else value
+        for i, value in enumerate(values)
+    )
 
 
 def _ranks(trace: Trace, start: int, stop: int) -> Callable[[ValueId], tuple[object, ...]]:

@@ -13,10 +13,13 @@ from lowtide._ir import Trace
 
 def digest(trace: Trace) -> str:
     """64 hexadecimal digits."""
+    number: dict[tuple[object, ...], int] = {}  # geometries that differ in the offset are one
+    shapes = [(g.dtype, g.shape, g.strides) for g in trace.geometries]
+    shape = [number.setdefault(key, len(number)) for key in shapes]
     ops = [
         [op.name, op.reads, op.updates, op.writes, op.phase, op.module, op.node]
         + [op.random, op.factory, op.view, op.grad]
-        + [[operand.value, operand.geometry] for operand in (*op.operands, *op.results)]
+        + [[operand.value, shape[operand.geometry]] for operand in (*op.operands, *op.results)]
         for op in trace.ops
     ]
     values = [
@@ -25,6 +28,5 @@ def digest(trace: Trace) -> str:
         + [[save.op, save.node, save.packed, save.unpacked] for save in v.saves]
         for v in trace.values
     ]
-    shapes = [[g.dtype, g.shape, g.strides] for g in trace.geometries]
-    text = json.dumps([trace.device, trace.granularity_bytes, ops, values, shapes])
+    text = json.dumps([trace.device, trace.granularity_bytes, ops, values, list(number)])
     return hashlib.sha256(text.encode()).hexdigest()

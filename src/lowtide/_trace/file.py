@@ -107,7 +107,7 @@ def decode_trace(content: bytes, where: str) -> Trace:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise BadInput(f"{where} is not a lowtide trace: record one with `lowtide trace`")
     version = document.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise BadInput(
             f"{where} has trace version {version}, this lowtide reads up to {VERSION}: "
             f"upgrade lowtide or record it again"
@@ -115,7 +115,7 @@ def decode_trace(content: bytes, where: str) -> Trace:
     try:
         trace = _build(document)
         flaw = find_flaw(trace)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         flaw = f"{type(error).__name__} {error}"
         raise BadInput(f"{where} is damaged ({flaw}): copy or record it again") from error
     if flaw is not None:
@@ -124,7 +124,7 @@ def decode_trace(content: bytes, where: str) -> Trace:
 
 
 def _build(document: dict[str, Any]) -> Trace:
-    strings: list[str] = [_expect(text, str) for text in document["strings"]]
+    strings = _Strings(_expect(text, str) for text in document["strings"])
     raw_ops = document["ops"]
     raw_values = document["values"]
     geometries = tuple(
@@ -209,6 +209,15 @@ def _build(document: dict[str, Any]) -> Trace:
         unseen_bytes=_int(document["unseen_bytes"]),
         source=_expect(document["source"], str),
     )
+
+
+class _Strings(list[str]):
+    """A table that is asked for by number only: no negative ones, no truth values."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if type(at) is not int or at < 0:
+            raise TypeError(f"{at!r:.40} is not the number of a string")
+        return super().__getitem__(at)
 
 
 def _rows(columns: dict[str, Sequence[Any]], names: str) -> Any:

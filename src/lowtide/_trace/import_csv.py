@@ -9,6 +9,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowtide._errors import BadInput
 from lowtide._files import read_whole
@@ -59,26 +60,34 @@ def _rows(path: Path) -> Iterator[_Row]:
         text = read_whole(path).decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not text: give a CSV file") from error
-    lines = csv.reader(io.StringIO(text))
-    head = [name.strip() for name in next(lines, [])]
+    lines = _cells(path, csv.reader(io.StringIO(text)))
+    _, head = next(lines, (1, []))
     missing = [name for name in _COLUMNS if name not in head]
     if missing:
         raise BadInput(
             f"{path} line 1: no column {missing[0]!r}; the columns are id,lower,upper,size"
         )
     seen: set[str] = set()
-    for cells in lines:
-        if not cells:
-            continue
-        yield _row(f"{path} line {lines.line_num}", head, cells, seen)
+    for number, cells in lines:
+        if cells:
+            yield _row(f"{path} line {number}", head, cells, seen)
     if not seen:
         raise BadInput(f"{path} has no buffers: add a line for each under the header")
+
+
+def _cells(path: Path, lines: Any) -> Iterator[tuple[int, list[str]]]:
+    """Each line with its number, its cells stripped."""
+    try:
+        for cells in lines:
+            yield lines.line_num, [cell.strip() for cell in cells]
+    except csv.Error as error:
+        raise BadInput(f"{path} line {lines.line_num}: {error}") from error
 
 
 def _row(where: str, head: list[str], cells: list[str], seen: set[str]) -> _Row:
     if len(cells) != len(head):
         raise BadInput(f"{where}: {len(cells)} cells under {len(head)} columns")
-    given = dict(zip(head, (cell.strip() for cell in cells), strict=True))
+    given = dict(zip(head, cells, strict=True))
     numbers = {}
     for name in ("lower", "upper", "size"):
         try:

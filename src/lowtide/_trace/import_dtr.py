@@ -29,7 +29,7 @@ def import_dtr(path: Path) -> Trace:
         try:
             if text.strip():
                 log.read(json.loads(text))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             reason = f"{error} is unknown here" if isinstance(error, KeyError) else str(error)
             raise BadInput(f"{path} line {number} is not a line of a DTR log: {reason}") from error
     if len(log.ops) == log.start:
@@ -124,7 +124,7 @@ class _Log:
         args = list(line["ARGS"])
         reads = list(dict.fromkeys(self.storages[self.names[name]].value for name in args))
         seconds = int(line["TIME"]) / 1e9
-        self.ops.append(_Call(line["NAME"], args, reads, seconds, self.phase))
+        self.ops.append(_Call(str(line["NAME"]), args, reads, seconds, self.phase))
 
     def _add_storage(self, name: str, first: int, *, before: bool) -> int:
         self.entries.append(_Entry(len(self.storages), 0, first, before))

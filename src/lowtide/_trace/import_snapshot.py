@@ -7,6 +7,7 @@ were there before. Of a history that repeats itself the last whole iteration is 
 """
 
 import io
+import operator
 import pickle
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -30,12 +31,17 @@ def import_snapshot(path: Path, *, whole: bool) -> Trace:
         histories = snapshot["device_traces"]
         device = max(range(len(histories)), key=lambda i: len(histories[i]), default=0)
         events = [
-            _Event(entry["action"] == "alloc", entry["addr"], entry["size"], _caller(entry))
+            _Event(
+                entry["action"] == "alloc",
+                operator.index(entry["addr"]),
+                operator.index(entry["size"]),
+                _caller(entry),
+            )
             for entry in (histories[device] if histories else [])
             if entry["action"] in ("alloc", "free_requested")
         ]
         blocks = [
-            (block["address"], block.get("requested_size", block["size"]))
+            (block["address"], operator.index(block.get("requested_size", block["size"])))
             for segment in snapshot["segments"]
             if segment.get("device", 0) == device
             for block in _placed(segment)

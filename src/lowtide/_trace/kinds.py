@@ -42,7 +42,7 @@ def settle_phases(
             continue
         if not op.module and is_update(op):
             settled[i] = replace(op, phase=Phase.OPTIMIZER)
-            derived.update(op.writes)
+            derived.update(value for value in op.writes if kind_of[value] is None)
         elif (
             op.name.startswith("aten.ones_like")
             and i + 1 < len(ops)

@@ -38,24 +38,29 @@ class ModulePaths:
         return stack[-1] if stack else ""
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
+        stack = self._stacks.setdefault(threading.get_ident(), [])
         name = self._names.get(module)
-        if name is None:
-            self._name_tree(module)
-            name = self._names[module]
-        self._stacks.setdefault(threading.get_ident(), []).append(name)
+        if name is None and stack:  # made on the fly, inside of another
+            name = f"{stack[-1]}.{type(module).__name__}"
+        elif name is None:
+            name = self._name_tree(module)
+        if not stack:
+            self._on_root(module, name)  # each time: buffers may have been assigned anew
+        stack.append(name)
 
     def _leave(self, _module: nn.Module, _args: Any, _result: Any) -> None:
         stack = self._stacks.get(threading.get_ident())
         if stack:  # empty if tracing began inside this module
             stack.pop()
 
-    def _name_tree(self, root: nn.Module) -> None:
+    def _name_tree(self, root: nn.Module) -> str:
         kind = type(root).__name__
-        self._roots[kind] += 1
-        base = kind if self._roots[kind] == 1 else f"{kind}#{self._roots[kind]}"
+        holds = next(root.parameters(), None) is not None
+        self._roots[kind] += holds  # those that hold nothing are all alike
+        base = f"{kind}#{self._roots[kind]}" if self._roots[kind] > 1 and holds else kind
         for path, module in root.named_modules():
             self._names[module] = f"{base}.{path}" if path else base
-        self._on_root(root, base)
+        return base
 
 
 def owned_tensors(root: nn.Module, base: str) -> Iterator[tuple[str, str, Any, bool]]:

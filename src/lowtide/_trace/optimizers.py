@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from lowtide._ir import Kind
+from lowtide._trace.tensors import tensors_in
 
 # tensor, kind, the parameter it belongs to, its name there
 Claim = Callable[[torch.Tensor, Kind, torch.Tensor, str], None]
@@ -23,10 +24,10 @@ class OptimizerWatch:
     """Counts the steps of every optimizer and claims its tensors."""
 
     def __init__(self, claim: Claim, on_step: Callable[[int], None]) -> None:
-        self.running = 0  # depth: an optimizer may call another's step
+        self._inside: list[int] = []  # an optimizer may call another's step
         self._claim = claim
         self._on_step = on_step
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
         self._stepped: set[int] = set()  # parameters that have been stepped, by identity
         self._waiting: WeakSet[Optimizer] | None = None
 
@@ -34,6 +35,10 @@ class OptimizerWatch:
         """Start watching; `undo` stops it."""
         undo.callback(register_optimizer_step_pre_hook(self._before).remove)
         undo.callback(register_optimizer_step_post_hook(self._after).remove)
+
+    def exist(self) -> bool:
+        """Whether there is any optimizer that might step later."""
+        return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
 
     def all_have_stepped(self) -> bool:
         """Whether no optimizer is left that trains something of its own and has not stepped.
@@ -53,23 +58,32 @@ class OptimizerWatch:
             for parameter in _parameters(optimizer)
         )
 
+    @property
+    def running(self) -> bool:
+        """Whether an optimizer is stepping."""
+        return bool(self._inside)
+
     def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.running += 1
+        if id(optimizer) in self._inside:  # its last step raised and never came to its end
+            del self._inside[self._inside.index(id(optimizer)) :]
+        self._inside.append(id(optimizer))
         for parameter in _parameters(optimizer):
             self._claim(parameter, Kind.PARAMETER, parameter, "")
             if parameter.grad is not None:
                 self._claim(parameter.grad, Kind.GRADIENT, parameter, "grad")
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.running -= 1
+        if self._inside:
+            self._inside.pop()
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, torch.Tensor) and isinstance(state, dict):
                 for name, thing in state.items():
-                    if isinstance(thing, torch.Tensor):
-                        self._claim(thing, Kind.STATE, parameter, str(name))
+                    for tensor in tensors_in(thing):
+                        self._claim(tensor, Kind.STATE, parameter, str(name))
         self._stepped.update(map(id, _parameters(optimizer)))
-        if self.running == 0:
-            self._on_step(self._numbers.setdefault(id(optimizer), len(self._numbers)))
+        if not self._inside:
+            trained = tuple(map(id, _parameters(optimizer)))  # some make a new one every step
+            self._on_step(self._numbers.setdefault(trained, len(self._numbers)))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -58,6 +58,8 @@ class Recorder(TorchDispatchMode):
     number of ops has doubled; it may raise to end the script being recorded.
     """
 
+    supports_higher_order_operators = True  # they are passed through, and their parts seen
+
     def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_progress = on_progress
@@ -117,13 +119,15 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._muted or func.namespace == "profiler":
+        if self._muted or not isinstance(func, OpOverload) or func.namespace == "profiler":
             return func(*args, **kwargs)
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # let it take itself apart; its parts come here again
         facts = op_facts(func)
         if facts.name == "aten.detach.default" and self._saves.is_unpacking(args[0]):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            result.__dict__.update(args[0].__dict__)  # without hooks it would be the tensor itself
+            return result
         self._saves.forget_unpacking()
         return self._run(func, facts, args, kwargs)
 
@@ -137,8 +141,8 @@ class Recorder(TorchDispatchMode):
         tensors = list(tensors_in([*args, *kwargs.values()]))
         text = encode_args(args, kwargs) if self.measures else ""
         operands, values = self._operands(tensors)
-        if len(operands) < len(tensors):
-            text = f'[[{UNREPLAYABLE}"sparse tensor"}}],{{}}]'
+        if len(operands) < len(tensors) or any(t.is_conj() or t.is_neg() for t in tensors):
+            text = f'[[{UNREPLAYABLE}"tensor that is more than its bytes"}}],{{}}]'
         written = written_tensors(facts, args, kwargs)
         statistics = statistics_tensors(facts, args, kwargs)
         unread = {
@@ -263,8 +267,10 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return self._backward_module
         if node.name() == _ACCUMULATE:
-            claim = self._claims.get(self.book.storage_of(node.variable))
-            return claim.module if claim else ""
+            with self._quietly():
+                owned = [self.book.storage_of(part) for part in parts(node.variable)]
+            claims = [self._claims[storage] for storage in owned if storage in self._claims]
+            return claims[0].module if claims else ""
         at = self._op_of_node.get((self._main_thread, node._sequence_nr()))
         return self.ops[at].module if at is not None else self._backward_module
 
@@ -280,6 +286,7 @@ class Recorder(TorchDispatchMode):
             return None
         if self._cuda is None:
             self._cuda = CudaProbe(self.book)
+            self._undo.callback(self._cuda.close)
         return self._cuda
 
     def _claim_root(self, root: nn.Module, base: str) -> None:
@@ -293,11 +300,13 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         if not has_storage(parameter):
             return
+        with self._quietly():  # taking a sparse tensor apart is no op of the step
+            held = parts(tensor)
         owner = self._claims.setdefault(
             self.book.storage_of(parameter), Claim(Kind.PARAMETER, "", "")
         )
         name = f"{owner.name}.{suffix}" if owner.name and suffix else owner.name
-        for part in parts(tensor):
+        for part in held:
             self._claims.setdefault(self.book.storage_of(part), Claim(kind, name, owner.module))
 
     def _mark_optimizer(self, optimizer: int) -> None:

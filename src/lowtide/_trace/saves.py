@@ -32,7 +32,7 @@ class SaveEntry:
 
 @dataclass(slots=True)
 class _Packed:
-    tensor: torch.Tensor  # detached: the original would hold the node that holds it
+    tensor: torch.Tensor  # detached unless a leaf: the original would hold what holds it
     version: int
     origin: str
     entry: SaveEntry | None
@@ -50,6 +50,8 @@ class SavedTensors:
     def install(self, undo: ExitStack) -> None:
         """Start watching; `undo` stops it. Graphs that outlive the recording keep working."""
         undo.callback(self._close)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return  # only one pair of hooks is ever asked, and these were there first
         undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         graph = torch.autograd.graph
         undo.callback(setattr, graph, _DISABLE, getattr(graph, _DISABLE))
@@ -61,7 +63,9 @@ class SavedTensors:
         Without hooks it would not happen, so it is no op of the step.
         """
         storage, self._unpacked_storage = self._unpacked_storage, None
-        return storage is not None and tensor.untyped_storage()._cdata == storage
+        if storage is None or not has_storage(tensor):
+            return False
+        return bool(tensor.untyped_storage()._cdata == storage)
 
     def forget_unpacking(self) -> None:
         """Another op came first: no `detach` follows the last unpacking."""
@@ -98,8 +102,11 @@ class SavedTensors:
         origin = ""
         if tensor.grad_fn is not None:
             origin = f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
-        with self._quietly():
-            alias = tensor.detach()
+        # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
+        alias = tensor
+        if tensor.grad_fn is not None:
+            with self._quietly():
+                alias = tensor.detach()
         return _Packed(alias, version_of(alias), origin, entry)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
@@ -118,5 +125,6 @@ class SavedTensors:
             node = torch._C._current_autograd_node()
             if node is not None:
                 packed.entry.node = node.name()
+                packed.entry.creator = packed.entry.creator[0], node._sequence_nr()
                 self._unpacked_storage = tensor.untyped_storage()._cdata
         return tensor

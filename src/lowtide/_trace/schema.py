@@ -86,7 +86,8 @@ def op_facts(func: OpOverload[..., Any]) -> OpFacts:
         overwrites=base in _OVERWRITING or bool(out),
         statistics=statistics & frozenset(names),
         may_be_random=torch.Tag.nondeterministic_seeded in func.tags,
-        factory=not takes_tensors or base.endswith("_like") or base.startswith("new_"),
+        factory=not takes_tensors
+        or (func.namespace == "aten" and (base.endswith("_like") or base.startswith("new_"))),
     )
 
 

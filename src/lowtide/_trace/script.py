@@ -5,17 +5,18 @@ as soon as a steady step has been seen.
 """
 
 import gc
+import io
 import os
-import runpy
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from lowtide._errors import BadInput, NoStep, ScriptFailed
-from lowtide._ir import Trace
+from lowtide._ir import Phase, Trace
 from lowtide._trace.cut import cut
 from lowtide._trace.record import Recorder
 from lowtide._trace.steps import Bounds, closing_marks, last_step, repeating_step
@@ -40,19 +41,26 @@ def trace_script(
     watch = _Watch(warmup, tell)
     with watch.recorder, _as_main(script, args):
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            _execute(script)
         except _Enough:
             pass
         except SystemExit as error:
-            if error.code not in (None, 0):
+            if os.getpid() != watch.process:
+                raise  # a child that the script forked goes its own way
+            if error.code not in (None, 0) and watch.bounds is None:
                 raise ScriptFailed(
                     f"{script} exited with {error.code!r} before a step was recorded: "
                     f"make it run on its own first"
                 ) from error
-        except Exception as error:
-            raise ScriptFailed(_failure(script, error)) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if watch.bounds is None:
+                raise ScriptFailed(_failure(script, error)) from error
         finally:
             watch.recorder.stop()
+    if os.getpid() != watch.process:
+        os._exit(0)  # a child that the script forked ends with the script
     gc.collect()  # frames of the script may hold loaders whose workers want an orderly end
     recording = watch.recorder.recording()
     bounds = watch.bounds or _bounds_at_end(script, recording, watch)
@@ -69,15 +77,29 @@ class _Watch:
         self._wanted = warmup + 1
         self._tell = tell
         self._told = 0
+        self.process = os.getpid()
 
     def _look(self) -> None:
-        if self.recorder.marks:
-            self._look_at_marks()
-        else:
-            self.bounds = repeating_step(self.recorder.so_far(), times=self._wanted)
+        if os.getpid() != self.process:
+            return  # a worker that the script forked
+        if self.bounds is None:
+            if self.recorder.marks:
+                self._look_at_marks()
+            elif not self.recorder.optimizers.exist():
+                # With an optimizer about, what repeats now may be an evaluation before training.
+                self.bounds = self._loop_so_far()
         if self.bounds is not None:
             self.recorder.stop()
             raise _Enough
+
+    def _loop_so_far(self) -> Bounds | None:
+        """The step of a loop that trains; one that does not may have another to follow."""
+        recording = self.recorder.so_far()
+        bounds = repeating_step(recording, times=self._wanted)
+        if bounds is None:
+            return None
+        ops = recording.ops[bounds.start : bounds.stop]
+        return bounds if any(op.phase is Phase.BACKWARD for op in ops) else None
 
     def _look_at_marks(self) -> None:
         marks = self.recorder.marks
@@ -88,7 +110,8 @@ class _Watch:
         if len(closing) < self._wanted or closing[-1] is not marks[-1]:
             return
         if self.recorder.optimizers.all_have_stepped() or len(marks) >= _PATIENCE * self._wanted:
-            self.bounds = last_step(marks)
+            bounds = last_step(marks)
+            self.bounds = bounds if bounds is not None and bounds.start < bounds.stop else None
 
 
 def _bounds_at_end(script: Path, recording: Trace, watch: _Watch) -> Bounds:
@@ -110,21 +133,33 @@ def _bounds_at_end(script: Path, recording: Trace, watch: _Watch) -> Bounds:
     )
 
 
+def _execute(script: Path) -> None:
+    """Run `script` as the module that is now `__main__`."""
+    name = os.path.abspath(script)
+    main = sys.modules["__main__"]
+    main.__file__ = name
+    with io.open_code(name) as file:
+        code = compile(file.read(), name, "exec")
+    exec(code, vars(main))  # noqa: S102 - running the person's own script is what this is for
+
+
 @contextmanager
 def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
     """What a script expects of `sys` when it is started by its name."""
-    argv, path = sys.argv, sys.path[:]
+    argv, path, main = sys.argv, sys.path[:], sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = [str(script), *args]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
     try:
         yield
     finally:
+        sys.modules["__main__"] = main
         sys.argv = argv
         sys.path[:] = path
 
 
-def _failure(script: Path, error: Exception) -> str:
-    name = str(script)
+def _failure(script: Path, error: BaseException) -> str:
+    name = os.path.abspath(script)
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

@@ -8,10 +8,16 @@ import torch
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is plain memory: not sparse, not on the meta device, no wrapper."""
-    if is_wrapper(type(tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    """Whether `tensor` is plain memory: not sparse, nested, uninitialised, meta, or a wrapper."""
+    if is_wrapper(type(tensor)):
         return False
-    return tensor.layout is torch.strided and not tensor.is_meta
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+            return False
+        try:
+            return not tensor._is_zerotensor() and tensor.untyped_storage() is not None
+        except (RuntimeError, NotImplementedError, ValueError):
+            return False  # what torch.func wraps, and parameters that have no shape yet
 
 
 @cache
@@ -30,6 +36,10 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that hold the bytes of `tensor`: itself, or the parts of a sparse one."""
     if has_storage(tensor):
         return [tensor]
+    if is_wrapper(type(tensor)):
+        return []
+    if tensor.is_nested:
+        return [tensor.values()] if tensor.layout is torch.strided else []
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -49,4 +59,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
         yield thing
     elif isinstance(thing, list | tuple):
         for item in thing:
+            yield from tensors_in(item)
+    elif isinstance(thing, dict):
+        for item in thing.values():
             yield from tensors_in(item)

@@ -24,8 +24,10 @@ otherwise. Everything else has a line of its own or stands behind the bar:
 
 import json
 import re
+import string
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote, unquote
 
 from lowtide._check import find_flaw
 from lowtide._errors import BadInput
@@ -140,13 +142,13 @@ class _Reader:
             elif word in tuple(Phase):
                 facts["phase"] = Phase(word)
             elif word.startswith("@"):
-                facts["module"] = word[1:]
+                facts["module"] = unquote(word[1:])
             elif word in _FLAGS:
                 facts[word] = True
             elif equals and key == "workspace":
                 facts["workspace_bytes"] = int(given)
             elif equals and key == "node":
-                facts["node"] = given
+                facts["node"] = unquote(given)
             else:
                 raise ValueError(f"{word!r} says nothing about an op")
         return facts, document
@@ -201,9 +203,9 @@ class _Reader:
             if word in kinds:
                 self.values[at]["kind"] = kinds[word]
             elif word.startswith("@"):
-                self.values[at]["module"] = word[1:]
+                self.values[at]["module"] = unquote(word[1:])
             elif equals and key in ("name", "device"):
-                self.values[at][key] = given
+                self.values[at][key] = unquote(given)
             else:
                 raise ValueError(f"{word!r} says nothing about a value")
 
@@ -211,7 +213,7 @@ class _Reader:
         facts = dict(word.split("=", 1) for word in rest.split())
         save = Save(
             op=OpIndex(int(facts["op"])) if "op" in facts else None,
-            node=facts.get("node", ""),
+            node=unquote(facts.get("node", "")),
             packed=OpIndex(int(facts.get("packed", len(self.ops)))),
             unpacked=tuple(OpIndex(int(at)) for at in facts.get("unpacked", "").split(",") if at),
         )
@@ -293,7 +295,7 @@ def _op_lines(trace: Trace, op: Op) -> list[str]:
         for value in op.writes
     ]
     facts = [f"{op.seconds!r}s", op.phase]
-    facts += [f"@{op.module}"] * bool(op.module) + [f"node={op.node}"] * bool(op.node)
+    facts += _word("@", op.module) + _word("node=", op.node)
     facts += [f"workspace={op.workspace_bytes}"] * bool(op.workspace_bytes)
     facts += [flag for flag in _FLAGS if getattr(op, flag)]
     document: dict[str, object] = {"args": op.args} if op.args else {}
@@ -314,14 +316,14 @@ def _name(value: Value) -> str:
 
 def _facts(value: Value) -> str:
     facts = [value.kind.name.lower(), f"device={value.device}"]
-    facts += [f"@{value.module}"] * bool(value.module) + [f"name={value.name}"] * bool(value.name)
+    facts += _word("@", value.module) + _word("name=", value.name)
     return " ".join(facts)
 
 
 def _save_lines(value: Value) -> list[str]:
     lines = []
     for save in value.saves:
-        facts = [f"op={save.op}"] * (save.op is not None) + [f"node={save.node}"] * bool(save.node)
+        facts = [f"op={save.op}"] * (save.op is not None) + _word("node=", save.node)
         facts.append(f"packed={save.packed}")
         facts += [f"unpacked={','.join(map(str, save.unpacked))}"] * bool(save.unpacked)
         lines.append(f"save {_name(value)} | {' '.join(facts)}")
@@ -330,3 +332,9 @@ def _save_lines(value: Value) -> list[str]:
 
 def _compact(thing: object) -> str:
     return json.dumps(thing, separators=(",", ":"))
+
+
+def _word(prefix: str, text: str) -> list[str]:
+    """A fact as one word, or none; names have no spaces or bars here, but `%20` and the like."""
+    safe = "".join(c for c in string.punctuation if c not in "%|{")
+    return [prefix + quote(text, safe=safe)] if text else []

@@ -18,6 +18,7 @@ from torch._C._autograd import (
     _profiler_enabled,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide._ir import UNREPLAYABLE, Geometry, Op, Trace
 from lowtide._trace.args import decode_args
@@ -78,10 +79,10 @@ def _call_again(number: int, signature: _Signature) -> None:
     name, args, geometries, grad = signature
     namespace, packet, overload = name.split(".")
     func = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    with torch.set_grad_enabled(grad):
-        tensors = [_scratch(geometry) for geometry in geometries]
-        positional, keywords = decode_args(args, tensors)
+    with torch.set_grad_enabled(grad), _disable_current_modes():
         try:
+            tensors = [_scratch(geometry) for geometry in geometries]
+            positional, keywords = decode_args(args, tensors)
             with torch.autograd.profiler.record_function(f"{_MARK}{number}"):
                 result = func(*positional, **keywords)
             del result  # not before the mark ends: results are not workspace
