@@ -270,3 +270,94 @@ def test_a_missing_script(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("lowtide: nowhere.py is not a file")
+
+
+def test_an_evaluation_before_training_is_not_the_step(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            for _ in range(1000):
+                model(x)
+        for _ in range(9):
+            optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+        """,
+    )
+    assert {op.phase for op in trace.ops} == set(Phase)
+
+
+def test_workers_forked_by_the_script_are_left_alone(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        """
+        class Data(torch.utils.data.Dataset):
+            scale = nn.Linear(16, 16)
+            def __len__(self):
+                return 4000
+            def __getitem__(self, i):
+                with torch.no_grad():
+                    return self.scale(torch.ones(16) * i)
+        loader = torch.utils.data.DataLoader(Data(), batch_size=400, num_workers=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in loader:
+            optimizer.zero_grad(); model(batch).mean().backward(); optimizer.step()
+        """,
+    )
+    assert count(trace, "addmm") == 2
+
+
+def test_a_new_optimizer_every_step(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        """
+        for _ in range(9):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+        """,
+    )
+    assert count(trace, "addmm") == 2
+
+
+def test_a_loss_module_made_on_the_fly(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        """
+        for _ in range(200):
+            nn.MSELoss()(model(x), x[:, :4]).backward()
+            for p in model.parameters():
+                p.data -= 0.1 * p.grad
+                p.grad = None
+        """,
+    )
+    assert count(trace, "mse_loss") == 1
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(1)", "raise ValueError('late')"])
+def test_a_script_that_will_not_be_ended(end: str, tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path,
+        f"""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(9):
+            try:
+                optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+            except BaseException:
+                {end}
+        """,
+    )
+    assert count(trace, "addmm") == 2
+
+
+def test_the_file_of_a_script_is_absolute_as_under_python(tmp_path: Path) -> None:
+    traced(
+        tmp_path,
+        """
+        import os, sys
+        os.chdir("/")
+        assert open(__file__).read() and sys.argv[0] == "train.py"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(9):
+            optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+        """,
+    )

@@ -117,6 +117,14 @@ def test_a_source_overwritten_before_the_last_use_is_lost() -> None:
     assert set(found.values()) == {None, Obstacle.INPUT}
 
 
+def test_what_could_be_made_again_only_for_a_while_is_lost_after_it() -> None:
+    # e needs s, s needs w; s is overwritten, then w: from there on e is lost
+    lost = "mul w:8 -> s:8\nexp s -> e:8\nadd_ s -> s\nmul_ w -> w\nuse e -> y:8"
+    assert _named(lost)["s2.0"] is Obstacle.MUTATED
+    saved = "mul w:8 -> s:8\nexp s -> e:8\nadd_ s -> s\nuse e -> y:8\nmul_ w -> w"
+    assert _named(saved)["s2.0"] is None
+
+
 def test_statistics_moved_along_do_not_stand_in_the_way() -> None:
     found = _named("bn x:8 ~mean:4 -> y:8 mean\nmm y -> z:8")
     assert found["s2.0"] is None  # y does not depend on the old mean

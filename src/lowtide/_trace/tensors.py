@@ -5,19 +5,20 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is plain memory: not sparse, nested, uninitialised, meta, or a wrapper."""
-    if is_wrapper(type(tensor)):
+    if is_wrapper(type(tensor)) or is_lazy(tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             return False
         try:
             return not tensor._is_zerotensor() and tensor.untyped_storage() is not None
-        except (RuntimeError, NotImplementedError, ValueError):
-            return False  # what torch.func wraps, and parameters that have no shape yet
+        except (RuntimeError, NotImplementedError):
+            return False  # what torch.func wraps
 
 
 @cache
