@@ -23,7 +23,7 @@ from lowtide._trace.book import Book, Entry
 
 GRANULARITY_BYTES = 512  # the caching allocator rounds every request up to this
 _SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue most ops
-_SPIN_CYCLES_MOST = 2_000_000
+_SPIN_CYCLES_RANGE = 80_000, 800_000
 _CYCLES_PER_SECOND = 2e9  # at most: GPUs run at 1 to 2 GHz
 
 
@@ -44,6 +44,7 @@ class CudaProbe:
         self._device = torch.cuda.current_device()
         self._spans: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self._cycles: dict[str, int] = {}  # how long to spin for ops of this name
+        self._took: dict[str, float] = {}  # how long the host took for the last one
         self._began = 0.0
         self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
@@ -76,12 +77,14 @@ class CudaProbe:
         start.record()
 
     def end(self, op: int, name: str) -> None:
-        """`op` has been queued. If that took longer than the spin, spin longer the next time."""
+        """`op` has been queued; how long that took tells how long to spin the next time."""
         if op in self._spans:
             self._spans[op][1].record()
-            needed = int((time.perf_counter() - self._began) * 1.5 * _CYCLES_PER_SECOND)
-            if needed > self._cycles.get(name, _SPIN_CYCLES):
-                self._cycles[name] = min(needed, _SPIN_CYCLES_MOST)
+            took = time.perf_counter() - self._began
+            usual = min(took, self._took.get(name, took))  # one hiccup of the host is no rule
+            self._took[name] = took
+            low, high = _SPIN_CYCLES_RANGE
+            self._cycles[name] = max(low, min(high, int(2.5 * usual * _CYCLES_PER_SECOND)))
         self._ranges[op] = self._ranges[op][0], self._event_count()
 
     def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:

@@ -10,15 +10,21 @@ from torch.nn.parameter import is_lazy
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is plain memory: not sparse, nested, uninitialised, meta, or a wrapper."""
-    if is_wrapper(type(tensor)) or is_lazy(tensor):
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _is_dense(tensor)
+    if is_wrapper(kind) or is_lazy(tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            return False
-        try:
-            return not tensor._is_zerotensor() and tensor.untyped_storage() is not None
-        except (RuntimeError, NotImplementedError):
-            return False  # what torch.func wraps
+        return _is_dense(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False  # torch.func wraps tensors in others that have no storage
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    return not tensor._is_zerotensor()
 
 
 @cache
