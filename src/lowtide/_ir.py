@@ -14,6 +14,7 @@ ValueId = NewType("ValueId", int)  # position of a value in `Trace.values`
 StorageId = NewType("StorageId", int)  # values with the same one share an allocation
 GeometryId = NewType("GeometryId", int)  # position in `Trace.geometries`
 
+CUDA_GRANULARITY_BYTES = 512  # what PyTorch's CUDA allocator rounds every size up to
 UNREPLAYABLE = '{"unreplayable":'  # in `Op.args`: an argument that could not be written down
 
 

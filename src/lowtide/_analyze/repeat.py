@@ -74,13 +74,14 @@ def _square_across(left: list[int], right: list[int]) -> tuple[int, int]:
 
 
 def _square_centred_left(left: list[int], right: list[int]) -> tuple[int, int]:
-    """Squares whose second half starts in `left`, or where `right` does.
+    """The longest square whose second half starts in `left`, or at the border.
 
-         left        | right
-       . . [a b c][a | b c] . .      period p: the second half starts p - k2 before the border…
-    With p the period, common(p) is how far left[..] agrees leftwards of the border with itself p
-    earlier, and onward(p) how far right agrees with what starts p before the border. The square
-    exists if the two together cover p.
+             left       | right
+        . . [a b c] [a  | b c] . .        p = 3, back = 1, ahead = 2
+
+    With period p, `back` is how far `left`, read backwards from the border, agrees with itself p
+    earlier, and `ahead` how far `right` agrees with what starts p before the border. There is a
+    square of that period if the two together cover p.
     """
     size = len(left)
     common = _z_function(left[::-1])

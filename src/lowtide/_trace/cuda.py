@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from lowtide._ir import Kind, OpIndex, StorageId, Trace, Value
+from lowtide._ir import CUDA_GRANULARITY_BYTES, Kind, OpIndex, StorageId, Trace, Value
 from lowtide._trace.book import Book, Entry
 
-GRANULARITY_BYTES = 512  # the caching allocator rounds every request up to this
 _SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue most ops
 _SPIN_CYCLES_RANGE = 80_000, 800_000
 _CYCLES_PER_SECOND = 2e9  # at most: GPUs run at 1 to 2 GHz
@@ -104,7 +103,7 @@ class CudaProbe:
             trace,
             ops=tuple(ops),
             values=tuple(values),
-            granularity_bytes=GRANULARITY_BYTES if trace.device == device else 1,
+            granularity_bytes=CUDA_GRANULARITY_BYTES if trace.device == device else 1,
             unseen_bytes=self._unseen_bytes if trace.device == device else 0,
         )
 
@@ -146,7 +145,7 @@ class CudaProbe:
 
 
 def _rounded(size: int) -> int:
-    return -(-size // GRANULARITY_BYTES) * GRANULARITY_BYTES
+    return -(-size // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
 
 
 def _workspaces(events: dict[int, _Event], ranges: dict[int, tuple[int, int]]) -> dict[int, int]:

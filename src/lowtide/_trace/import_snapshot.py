@@ -17,11 +17,9 @@ from typing import Any, NoReturn
 from lowtide._analyze.repeat import find_repeat
 from lowtide._errors import BadInput
 from lowtide._files import read_whole
-from lowtide._ir import Kind, Op, OpIndex, StorageId, Trace, Value, ValueId
+from lowtide._ir import CUDA_GRANULARITY_BYTES, Kind, Op, OpIndex, StorageId, Trace, Value, ValueId
 from lowtide._trace.cut import cut
 from lowtide._trace.order import renumber
-
-GRANULARITY_BYTES = 512
 
 
 def import_snapshot(path: Path, *, whole: bool) -> Trace:
@@ -145,7 +143,7 @@ def _trace(events: list[_Event], blocks: list[tuple[int, int]], device: str, sou
             ops=tuple(ops),
             values=tuple(replace(v, storage=StorageId(i)) for i, v in enumerate(values)),
             device=device,
-            granularity_bytes=GRANULARITY_BYTES,
+            granularity_bytes=CUDA_GRANULARITY_BYTES,
             source=source,
         )
     )
