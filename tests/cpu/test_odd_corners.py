@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide._analyze.load import find_peak
@@ -249,3 +250,13 @@ def test_gradients_nobody_looked_at_are_held_too() -> None:
     x = torch.ones(4)
     peak = find_peak(lowtide.trace(lambda: x * 2)).bytes
     assert peak >= 2 * 512 * 512 * 4
+
+
+def test_a_counter_around_the_trace_counts_the_steps_alone() -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.ones(4, 8)
+    with FlopCounterMode(display=False) as once:
+        layer(x)
+    with FlopCounterMode(display=False) as traced:
+        lowtide.trace(lambda: layer(x), warmup=0)
+    assert traced.get_total_flops() == 2 * once.get_total_flops()

@@ -361,3 +361,20 @@ def test_the_file_of_a_script_is_absolute_as_under_python(tmp_path: Path) -> Non
             optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
         """,
     )
+
+
+def test_a_script_that_forks_is_traced_once(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        import os
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        child = os.fork() == 0
+        for _ in range(4):
+            optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+        print("child ends")
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("child ends") == 1  # the parent is ended before
+    assert done.stdout.count("wrote step.trace") == 1

@@ -81,6 +81,25 @@ def test_tracing_twice_gives_the_same_trace_and_leaves_nothing(build: Callable[[
     assert not torch._C._cuda_isHistoryEnabled()
 
 
+def test_a_step_that_raises_leaves_no_history_on() -> None:
+    def step() -> None:
+        torch.ones(8, device="cuda").add(1)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        lowtide.trace(step, warmup=0)
+    countdown = iter(range(1))
+
+    def second_step_raises() -> None:
+        torch.ones(8, device="cuda").add(1)
+        if next(countdown, None) is None:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        lowtide.trace(second_step_raises, warmup=0)  # here the probe is on
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
 def test_device_times_are_of_kernels_not_of_the_host() -> None:
     a = torch.randn(8192, 8192, device="cuda")
     tiny = torch.randn(8, device="cuda")

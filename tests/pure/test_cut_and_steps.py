@@ -74,6 +74,7 @@ def test_the_digest_is_of_what_happens_not_of_how_fast() -> None:
 def test_gradient_accumulation_is_one_step() -> None:
     assert last_step([Mark(10, 0), Mark(50, 0), Mark(90, 0)]) == Bounds(50, 90)
     assert last_step([Mark(10, 0)]) is None
+    assert last_step([Mark(10, 0), Mark(10, 0)]) is None  # nothing ran in between
     assert last_step([]) is None
 
 

@@ -54,7 +54,7 @@ _UNFINISHED = Op("")
 class Recorder(TorchDispatchMode):
     """Records from `__enter__` to `__exit__`; `recording` then gives the whole as one trace.
 
-    `on_progress` is called outside of backward, after every optimizer step and each time the
+    `on_progress` is called after every optimizer step, and outside of backward each time the
     number of ops has doubled; it may raise to end the script being recorded.
     """
 

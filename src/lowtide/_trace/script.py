@@ -60,7 +60,7 @@ def trace_script(
         finally:
             watch.recorder.stop()
     if os.getpid() != watch.process:
-        os._exit(0)  # a child that the script forked ends with the script
+        raise SystemExit(0)  # a child that the script forked ends with the script
     gc.collect()  # frames of the script may hold loaders whose workers want an orderly end
     recording = watch.recorder.recording()
     bounds = watch.bounds or _bounds_at_end(script, recording, watch)
@@ -110,15 +110,14 @@ class _Watch:
         if len(closing) < self._wanted or closing[-1] is not marks[-1]:
             return
         if self.recorder.optimizers.all_have_stepped() or len(marks) >= _PATIENCE * self._wanted:
-            bounds = last_step(marks)
-            self.bounds = bounds if bounds is not None and bounds.start < bounds.stop else None
+            self.bounds = last_step(marks)
 
 
 def _bounds_at_end(script: Path, recording: Trace, watch: _Watch) -> Bounds:
     """The best step of a script that ended by itself."""
     marks = watch.recorder.marks
     bounds = last_step(marks) if marks else repeating_step(recording)
-    if bounds is not None and bounds.start < bounds.stop:
+    if bounds is not None:
         return bounds
     if not recording.ops:
         raise NoStep(f"{script} ran no torch op: name a script that trains")

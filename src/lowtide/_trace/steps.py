@@ -41,9 +41,9 @@ def closing_marks(marks: Sequence[Mark]) -> list[Mark]:
 
 
 def last_step(marks: Sequence[Mark]) -> Bounds | None:
-    """The last whole step between two closing marks."""
-    closing = closing_marks(marks)
-    return Bounds(closing[-2].at, closing[-1].at) if len(closing) > 1 else None
+    """The stretch between the last two closing marks, if anything ran in it."""
+    ends = [mark.at for mark in closing_marks(marks)][-2:]
+    return Bounds(*ends) if len(ends) == 2 and ends[0] < ends[1] else None
 
 
 def repeating_step(recording: Trace, *, times: int = 2) -> Bounds | None:
