@@ -15,6 +15,7 @@ LAYERS = [
     {"_units", "_errors", "_ir"},
     {"_check", "_files"},
     {"_analyze"},
+    {"_layout"},
     {"_trace"},
     {"_report"},
     {"__init__"},
@@ -96,11 +97,14 @@ def test_the_pure_tier_runs_without_torch() -> None:
 def test_public_names() -> None:
     assert sorted(lowtide.__all__) == [
         "BadInput",
+        "Buffer",
         "LowtideError",
         "NoStep",
+        "Packing",
         "ScriptFailed",
         "Trace",
         "load_trace",
+        "pack",
         "save_trace",
         "trace",
     ]

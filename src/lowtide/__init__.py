@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._errors import BadInput, LowtideError, NoStep, ScriptFailed
 from lowtide._ir import Trace
+from lowtide._layout.buffers import Buffer
+from lowtide._layout.pack import Packing, pack
 from lowtide._trace.file import load_trace, save_trace
 
 if TYPE_CHECKING:
@@ -12,11 +14,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BadInput",
+    "Buffer",
     "LowtideError",
     "NoStep",
+    "Packing",
     "ScriptFailed",
     "Trace",
     "load_trace",
+    "pack",
     "save_trace",
     "trace",
 ]

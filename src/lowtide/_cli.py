@@ -1,8 +1,11 @@
 """The command line. Each command's docstring is its help."""
 
+import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 from rich.console import Console
@@ -13,13 +16,21 @@ from lowtide._check import find_flaw
 from lowtide._errors import BadInput, LowtideError
 from lowtide._files import check_writable, write_whole
 from lowtide._ir import Trace
+from lowtide._layout.buffers import Buffer, check_buffers
+from lowtide._layout.explain import Conflict, crowded, tangled
+from lowtide._layout.from_trace import step_buffers
+from lowtide._layout.pack import Method, Packing, pack
+from lowtide._layout.table import is_layout, read_buffers, write_buffers
 from lowtide._report.html import render_timeline
+from lowtide._report.layout_html import render_layout
+from lowtide._report.layout_text import MOST_BUFFERS, draw_layout
 from lowtide._report.terminal import render_summary
 from lowtide._trace.digest import digest
 from lowtide._trace.file import load_trace, save_trace
 from lowtide._trace.import_csv import import_csv
 from lowtide._trace.import_dtr import import_dtr
 from lowtide._trace.import_snapshot import import_snapshot
+from lowtide._units import format_bytes
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -128,6 +139,140 @@ def import_csv_command(file: Path, output: Path, force: bool) -> None:
     """Buffers in minimalloc's format: id,lower,upper,size."""
     check_writable(output, force=force)
     _finish(import_csv(file), output, output)
+
+
+@cli.command(name="pack")
+@click.argument("problem", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the layout here.")
+@click.option(
+    "--method",
+    default=Method.SEARCH.value,
+    show_default=True,
+    type=click.Choice([method.value for method in Method]),
+)
+@click.option("--capacity", type=int, help="Bytes there are: stop at the first layout within.")
+@click.option("--align", default=1, show_default=True, help="Offsets are multiples of it.")
+@click.option(
+    "--period", type=int, help="The step repeats after so many moments; lives may go on into it."
+)
+@click.option("--time-limit", default=5.0, show_default=True, help="Seconds to search.")
+@click.option("--seed", default=0, show_default=True, help="Another one searches elsewhere.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the layout on a page.")
+@_force
+def pack_command(
+    problem: Path,
+    output: Path | None,
+    method: str,
+    capacity: int | None,
+    align: int,
+    period: int | None,
+    time_limit: float,
+    seed: int,
+    as_json: bool,
+    picture: Path | None,
+    force: bool,
+) -> None:
+    """Give each buffer of PROBLEM an offset so that together they need the fewest bytes.
+
+    PROBLEM is a CSV file with the columns id,lower,upper,size, where a buffer lives for
+    lower <= t < upper (offset: it has to be there; lane: 0, or 1 for buffers that copies between
+    devices touch), or a recorded step (.trace), which repeats. The layout is the same CSV with
+    every offset filled in. Exit code 3: no layout within --capacity was found.
+    """
+    if math.isnan(time_limit) or time_limit < 0:
+        raise BadInput(f"--time-limit is {time_limit}: give the seconds it may take")
+    for path in (output, picture):
+        if path is not None:
+            own = path == output and is_layout(path) and not _same(path, problem)
+            check_writable(path, force=force or own)
+    if capacity is not None and capacity < 0:
+        raise BadInput(f"--capacity is {capacity}: give the bytes there are")
+    buffers, period = _read_problem(problem, period)
+    check_buffers(buffers, align=align, period=period)
+    if capacity is not None:
+        conflict = crowded(buffers, capacity, align=align, period=period)
+        if conflict is not None:
+            _cannot(capacity, conflict)
+    packing = pack(
+        buffers,
+        method=method,
+        capacity=capacity,
+        align=align,
+        period=period,
+        seconds=time_limit,
+        seed=seed,
+    )
+    if packing.note:
+        click.echo(f"lowtide: {packing.note}", err=True)
+    if capacity is not None and packing.height > capacity:
+        patience = max(1.0, time_limit)
+        conflict = tangled(buffers, capacity, align=align, period=period, seconds=patience)
+        _cannot(capacity, conflict, packing, time_limit)
+    if output is not None:
+        write_whole(output, write_buffers(packing.buffers))
+    if picture is not None:
+        write_whole(picture, render_layout(packing, problem.name, period=period).encode())
+    if as_json:
+        keys = ("height", "max_load", "ratio", "seconds", "optimal", "method")
+        click.echo(json.dumps({key: getattr(packing, key) for key in keys}))
+        return
+    _show(packing, period)
+    for path in (output, picture):
+        if path is not None:
+            click.echo(f"wrote {path}")
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
+
+
+def _read_problem(path: Path, period: int | None) -> tuple[list[Buffer], int | None]:
+    if path.suffix != ".trace":
+        return read_buffers(path), period
+    if period is not None:
+        raise BadInput("--period is for CSV files: a trace has its own, the number of its ops")
+    buffers, ops = step_buffers(load_trace(path))
+    if not buffers:
+        raise BadInput(f"{path} holds nothing on its device: record a step that does")
+    return buffers, ops
+
+
+def _show(packing: Packing, period: int | None) -> None:
+    console = Console()
+    if len(packing.buffers) <= MOST_BUFFERS:
+        for line in draw_layout(packing.buffers, width=min(console.width, 100), period=period):
+            click.echo(line)
+    proved = ", proved lowest" if packing.optimal else ""
+    click.echo(
+        f"{len(packing.buffers):,} buffers in {packing.height} bytes "
+        f"({format_bytes(packing.height)}), {packing.ratio:.4f} of the max load{proved}; "
+        f"{packing.method}, {packing.seconds:.3g} s"
+    )
+
+
+def _cannot(
+    capacity: int,
+    conflict: Conflict | None,
+    packing: Packing | None = None,
+    seconds: float = 0.0,
+) -> NoReturn:
+    """Say why there is no layout within the capacity, and end with 3."""
+    if conflict is None:
+        assert packing is not None
+        why = f"the lowest found in {seconds:g} s is {packing.height}: allow more, or more time"
+    else:
+        names = [f"{b.name} ({b.size})" for b in conflict.buffers]
+        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        need = sum(buffer.size for buffer in conflict.buffers)
+        together = (
+            "cannot all lie below it, in whatever order"
+            if conflict.moment is None
+            else f"are all alive at {conflict.moment} and need {need}"
+        )
+        why = f"{len(names)} buffers {together}: {shown}"
+    click.echo(f"lowtide: no layout within {capacity} bytes: {why}", err=True)
+    sys.exit(3)
 
 
 def _finish(trace: Trace, place: Path, output: Path) -> None:

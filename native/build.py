@@ -1,0 +1,47 @@
+"""Compiles the native code into the wheel; without a compiler the wheel is pure Python.
+
+An editable install needs nothing from here: a checkout builds on first use.
+"""
+
+import importlib.util
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).parents[1]
+
+
+class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
+    """Adds the layout search to a wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, or say why not and go on."""
+        if version == "editable":
+            return
+        native = _load(ROOT / "src" / "lowtide" / "_layout" / "native.py")
+        self._folder = tempfile.TemporaryDirectory()
+        library = Path(self._folder.name) / "layout.so"
+        try:
+            native.build(library)
+        except native.NoNative as error:
+            self.app.display_warning(f"lowtide is built without its native search: {error}")
+            return
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["force_include"][str(library)] = "lowtide/_layout/layout.so"
+
+
+def _load(path: Path) -> Any:
+    """The module by its file: the package itself needs more than a build has."""
+    spec = importlib.util.spec_from_file_location("native", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["native"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,139 @@
+#include "greedy.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace lowtide {
+namespace {
+
+struct Piece {
+  int64_t offset, end;
+  Range range;
+};
+
+// Pieces in order of offset, in chunks so that inserting stays cheap.
+class Shelf {
+ public:
+  void insert(const Piece &piece) {
+    auto chunk = std::partition_point(chunks_.begin(), chunks_.end(), [&](const auto &c) {
+      return c.front().offset <= piece.offset;
+    });
+    if (chunk != chunks_.begin()) --chunk;
+    if (chunk == chunks_.end()) {
+      chunks_.push_back({piece});
+      return;
+    }
+    chunk->insert(std::upper_bound(chunk->begin(), chunk->end(), piece,
+                                   [](const Piece &x, const Piece &y) { return x.offset < y.offset; }),
+                  piece);
+    if (chunk->size() < kChunk) return;
+    std::vector<Piece> upper(chunk->begin() + kChunk / 2, chunk->end());
+    chunk->resize(kChunk / 2);
+    chunks_.insert(chunk + 1, std::move(upper));
+  }
+
+  // The offset that `fit` gives to a buffer of that size and span.
+  int64_t find(const Span &span, int64_t size, Fit fit) const {
+    int64_t floor = 0, best = -1, smallest = std::numeric_limits<int64_t>::max();
+    for (const auto &chunk : chunks_) {
+      for (const Piece &piece : chunk) {
+        if (!meet(piece.range, span.body) && !meet(piece.range, span.tail)) continue;
+        const int64_t gap = piece.offset - floor;
+        if (gap >= size && gap < smallest) {
+          if (fit == Fit::kFirst || gap == size) return floor;
+          smallest = gap;
+          best = floor;
+        }
+        floor = std::max(floor, piece.end);
+      }
+    }
+    return best >= 0 ? best : floor;
+  }
+
+ private:
+  static constexpr size_t kChunk = 512;
+  std::vector<std::vector<Piece>> chunks_;
+};
+
+// Shelves over time: one for all of it and, where most buffers are short, one
+// for each of many overlapping windows, so that a short buffer need not look at
+// pieces that live elsewhere.
+class Shelves {
+ public:
+  explicit Shelves(const Problem &problem) {
+    const int64_t n = problem.count();
+    for (int64_t windows = 1024; windows >= 8; windows /= 2) {
+      const int64_t stride = problem.sections() / windows;
+      if (stride < 2) continue;
+      int64_t copies = 0;
+      for (const Span &span : problem.span)
+        copies += 2 + span.body.length() / stride + span.tail.length() / stride;
+      if (copies > kCopies * n) continue;
+      stride_ = static_cast<int32_t>(stride);
+      windows_.resize(problem.sections() / stride + 1);
+      return;
+    }
+  }
+
+  void insert(const Span &span, int64_t offset, int64_t end) {
+    for (Range range : {span.body, span.tail}) {
+      if (range.length() == 0) continue;
+      all_.insert({offset, end, range});
+      if (!stride_) continue;
+      // window w holds sections [w * stride, (w + 2) * stride)
+      const int32_t last = (range.end - 1) / stride_;
+      for (int32_t w = std::max(0, range.begin / stride_ - 1); w <= last; ++w)
+        windows_[w].insert({offset, end, range});
+    }
+  }
+
+  int64_t find(const Span &span, int64_t size, Fit fit) const {
+    if (stride_ && span.tail.length() == 0 && span.body.length() <= stride_)
+      return windows_[span.body.begin / stride_].find(span, size, fit);
+    return all_.find(span, size, fit);
+  }
+
+ private:
+  static constexpr int64_t kCopies = 16;  // pieces kept per buffer, on average
+  Shelf all_;
+  int32_t stride_ = 0;
+  std::vector<Shelf> windows_;
+};
+
+}  // namespace
+
+std::vector<int32_t> order_by(const Problem &problem, const char *keys) {
+  std::vector<int32_t> order(problem.count());
+  for (int32_t i = 0; i < problem.count(); ++i) order[i] = i;
+  std::sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
+    for (const char *key = keys; *key; ++key) {
+      const int64_t a = *key == 'T' ? problem.peak[x] : *key == 'W' ? problem.width(x) : problem.size[x];
+      const int64_t b = *key == 'T' ? problem.peak[y] : *key == 'W' ? problem.width(y) : problem.size[y];
+      if (a != b) return a > b;
+    }
+    const int32_t a = problem.span[x].body.begin, b = problem.span[y].body.begin;
+    return a != b ? a < b : x < y;
+  });
+  return order;
+}
+
+bool fill_gaps(const Problem &problem, const std::vector<int32_t> &order, Fit fit,
+               const Clock &clock, Layout &layout) {
+  Shelves shelves(problem);
+  for (int32_t i = 0; i < problem.count(); ++i)
+    if (layout.offset[i] >= 0)
+      shelves.insert(problem.span[i], layout.offset[i], layout.offset[i] + problem.size[i]);
+  int32_t done = 0;
+  for (int32_t i : order) {
+    if (layout.offset[i] >= 0) continue;
+    if (++done % 64 == 0 && clock.out()) return false;
+    layout.offset[i] = shelves.find(problem.span[i], problem.size[i], fit);
+    shelves.insert(problem.span[i], layout.offset[i], layout.offset[i] + problem.size[i]);
+  }
+  layout.height = 0;
+  for (int32_t i = 0; i < problem.count(); ++i)
+    layout.height = std::max(layout.height, layout.offset[i] + problem.size[i]);
+  return true;
+}
+
+}  // namespace lowtide

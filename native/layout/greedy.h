@@ -1,0 +1,28 @@
+// One pass: take the buffers in some order and put each into a gap.
+#pragma once
+
+#include "clock.h"
+#include "problem.h"
+
+namespace lowtide {
+
+struct Layout {
+  std::vector<int64_t> offset;
+  int64_t height = 0;
+};
+
+enum class Fit { kBest, kFirst };
+
+// The orders a pass may take, by descending key; see order_by.
+inline constexpr const char *kOrders[] = {"TWS", "TSW", "SWT", "WST"};
+
+// Keys: T the heaviest load the buffer takes part in, W its width in sections,
+// S its size.  Ties go to the earlier and then to the one listed first.
+std::vector<int32_t> order_by(const Problem &problem, const char *keys);
+
+// Places the buffers of `order` around those that `layout` already holds
+// (offset >= 0).  False when the clock ran out before the end.
+bool fill_gaps(const Problem &problem, const std::vector<int32_t> &order, Fit fit,
+               const Clock &clock, Layout &layout);
+
+}  // namespace lowtide

@@ -1,0 +1,70 @@
+"""A traced step -> its buffers: what a pool for that step has to hold, and for how long.
+
+Each storage on the trace's device is a buffer, from the op that makes it to the one after its
+last; an op's workspace is one for that op. What is there before and after the step lives all
+through. What the step leaves behind (a gradient, a result) lives on into the next step until its
+forerunner, the one that was there before, was dropped: so it wraps round the end.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lowtide._ir import Trace, Value
+from lowtide._layout.buffers import Buffer
+
+
+def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
+    """The buffers of a step that repeats, and its period in ops."""
+    period = len(trace.ops)
+    grain = trace.granularity_bytes
+    storages: dict[int, list[Value]] = defaultdict(list)
+    for value in trace.values:
+        if value.device == trace.device and value.bytes > 0:
+            storages[value.storage].append(value)
+    whole: list[Buffer] = []
+    inherited: list[tuple[Value, Buffer]] = []  # there before, gone after
+    left: list[tuple[Value, Buffer]] = []  # made here, there after
+    for storage, versions in storages.items():
+        first, last = min(v.first for v in versions), max(v.end for v in versions)
+        if last <= first:
+            continue
+        size = -(-max(v.bytes for v in versions) // grain) * grain
+        name = next((f"{storage}:{v.name}" for v in versions if v.name), str(storage))
+        buffer = Buffer(name, first, last, size)
+        before, after = any(v.before for v in versions), any(v.after for v in versions)
+        if before and not after:
+            inherited.append((versions[0], buffer))
+        elif after and not before:
+            left.append((versions[-1], buffer))
+        else:
+            whole.append(buffer)
+    buffers = whole + _successions(inherited, left, period)
+    for i, op in enumerate(trace.ops):
+        if op.workspace_bytes > 0:
+            size = -(-op.workspace_bytes // grain) * grain
+            buffers.append(Buffer(f"workspace:{i}", i, i + 1, size))
+    return sorted(buffers, key=lambda b: (b.lower, b.upper, b.name)), period
+
+
+def _successions(
+    inherited: Sequence[tuple[Value, Buffer]],
+    left: Sequence[tuple[Value, Buffer]],
+    period: int,
+) -> list[Buffer]:
+    """Pair what the step leaves with what it found: the same thing, one step earlier.
+
+    Same kind and size; by name where there is one, else in order. What has no partner keeps its
+    place to itself: it lives from the start of the step or to its end.
+    """
+    waiting: dict[tuple[str, str, int], list[Buffer]] = defaultdict(list)
+    for value, buffer in inherited:
+        waiting[value.kind, value.name, buffer.size].append(buffer)
+    result = []
+    for value, buffer in left:
+        partners = waiting[value.kind, value.name, buffer.size]
+        if partners:
+            forerunner = partners.pop(0)
+            result.append(Buffer(buffer.name, buffer.lower, period + forerunner.upper, buffer.size))
+        else:
+            result.append(buffer)
+    return result + [buffer for partners in waiting.values() for buffer in partners]

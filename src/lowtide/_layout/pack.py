@@ -1,0 +1,224 @@
+"""Buffers -> a layout, by any of the methods, and what is known about how good it is."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lowtide._errors import BadInput
+from lowtide._layout import native
+from lowtide._layout.buffers import (
+    Buffer,
+    check_buffers,
+    copies,
+    max_load,
+    rounded,
+)
+from lowtide._layout.check import find_clash
+from lowtide._layout.exact import exact
+from lowtide._layout.native import Answer, NoNative, Request
+from lowtide._layout.reference.search import search as reference_search
+from lowtide._layout.smartpool import Fit, smartpool
+
+
+class Method(StrEnum):
+    """How a layout is made."""
+
+    SEARCH = "search"  # lowtide's own
+    SMARTPOOL = "smartpool"  # as published, best fit
+    SMARTPOOL_FIRST = "smartpool-first"  # as published, first fit
+    EXACT = "exact"  # CP-SAT, for small problems
+    REFERENCE = "reference"  # the search in Python
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Buffers with their offsets, and how good they are.
+
+    `height` is where the highest ends, `max_load` the most bytes alive at one moment, `bound`
+    what no layout can be lower than. `note` is for the user: what is worth knowing.
+    """
+
+    buffers: tuple[Buffer, ...]
+    height: int
+    max_load: int
+    bound: int
+    seconds: float
+    method: Method
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The height over the max load: 1.0 wastes nothing."""
+        return self.height / self.max_load
+
+    @property
+    def optimal(self) -> bool:
+        """Whether it is proved that no layout is lower."""
+        return self.height <= self.bound
+
+
+def pack(
+    buffers: Sequence[Buffer],
+    *,
+    method: Method | str = Method.SEARCH,
+    capacity: int | None = None,
+    align: int = 1,
+    period: int | None = None,
+    seconds: float = 10.0,
+    seed: int = 0,
+    nodes: int | None = None,
+    threads: int = 0,
+) -> Packing:
+    """Give every buffer an offset, so that the highest ends as low as can be found.
+
+    The search ends at the lower bound, at the first layout within `capacity`, after `seconds`, or
+    after trying `nodes` placements: with a node budget and no time limit (seconds < 0) the same
+    seed gives the same layout on every machine. Whether the capacity was met is for the caller
+    to see in the height. With a `period`, buffers that outlive it are returned as several.
+    """
+    try:
+        method = Method(method)
+    except ValueError:
+        known = ", ".join(Method)
+        raise BadInput(f"method {method!r} is not known: choose one of {known}") from None
+    started = time.perf_counter()
+    check_buffers(buffers, align=align, period=period)
+    if capacity is not None and capacity < 0:
+        raise BadInput(f"capacity is {capacity}: give the bytes there are")
+    if not 0 <= seed < 2**64:
+        raise BadInput(f"seed is {seed}: give a whole number from 0 to 2**64 - 1")
+    if period is not None:
+        buffers = copies(buffers, period)
+
+    # Lane 1 lies above lane 0: they share no bytes, so each is packed for itself.
+    lanes = [lane for lane in ([b for b in buffers if b.lane == n] for n in (0, 1)) if lane]
+    floors = [load_bound(lane, align, period) for lane in lanes]
+    end = started + seconds if seconds >= 0 else None
+    base, notes, offsets = 0, [], dict[str, int]()
+    for number, lane in enumerate(lanes):
+        left = -1.0 if end is None else max(0.0, end - time.perf_counter())
+        above = sum(floors[number + 1 :])
+        room = None if capacity is None else max(0, capacity - base - above)
+        task = _Task(lane, align, period, room, left, seed, -1 if nodes is None else nodes, threads)
+        places, floor, note = _METHODS[method](task)
+        clash = find_clash(lane, places, align=align, period=period)
+        assert clash is None, f"{method} made a layout that is none: {clash}"
+        offsets |= {buffer.name: base + at for buffer, at in zip(lane, places, strict=True)}
+        floors[number] = max(floor, floors[number])
+        base = rounded(max(offsets[buffer.name] + buffer.size for buffer in lane), align)
+        notes.append(note)
+    placed = tuple(replace(buffer, offset=offsets[buffer.name]) for buffer in buffers)
+    return Packing(
+        buffers=placed,
+        height=max((b.size + offsets[b.name] for b in placed), default=0),
+        max_load=max_load(buffers, period=period),
+        bound=sum(floors),
+        seconds=time.perf_counter() - started,
+        method=method,
+        note="; ".join(dict.fromkeys(filter(None, notes))),
+    )
+
+
+def load_bound(buffers: Sequence[Buffer], align: int, period: int | None) -> int:
+    """No layout of one lane is lower: the rounded bytes of a moment, less what the top one rounds.
+
+    And none is lower than a fixed buffer's end.
+    """
+    full = [replace(buffer, size=rounded(buffer.size, align)) for buffer in buffers]
+    spare = max((f.size - b.size for f, b in zip(full, buffers, strict=True)), default=0)
+    fixed = max((b.offset + b.size for b in buffers if b.offset is not None), default=0)
+    return max(max_load(full, period=period) - spare, fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    buffers: Sequence[Buffer]
+    align: int
+    period: int | None
+    capacity: int | None
+    seconds: float
+    seed: int
+    nodes: int
+    threads: int
+
+
+_Result = tuple[list[int], int, str]  # offsets, a lower bound of the height or 0, a note
+
+
+def _search(task: _Task) -> _Result:
+    try:
+        return _bounded(task, _ask(native.search, task), "")
+    except NoNative as error:
+        note = f"the search ran in Python, slower than native: {error}"
+        return _bounded(task, _ask(reference_search, task), note)
+
+
+def _reference(task: _Task) -> _Result:
+    return _bounded(task, _ask(reference_search, task), "")
+
+
+def _ask(engine: Callable[[Request], Answer], task: _Task) -> Answer:
+    first = min(buffer.lower for buffer in task.buffers) if task.period is None else 0
+    goal = task.capacity or 0
+    request = Request(
+        lower=[buffer.lower - first for buffer in task.buffers],
+        upper=[buffer.upper - first for buffer in task.buffers],
+        size=[buffer.size for buffer in task.buffers],
+        fixed=[-1 if buffer.offset is None else buffer.offset for buffer in task.buffers],
+        period=task.period or 0,
+        align=task.align,
+        goal=goal,
+        seed=task.seed,
+        nodes=task.nodes,
+        seconds=task.seconds,
+        threads=task.threads,
+    )
+    try:
+        return engine(request)
+    except ValueError as error:
+        raise BadInput(f"no layout: {_clash_of(task) or error}") from error
+
+
+def _bounded(task: _Task, answer: Answer, note: str) -> _Result:
+    # The engines count aligned ends: their bound holds for true ends less the last rounding.
+    spare = max(rounded(b.size, task.align) - b.size for b in task.buffers)
+    return answer.offsets, answer.bound - spare, note
+
+
+def _clash_of(task: _Task) -> str | None:
+    fixed = [buffer for buffer in task.buffers if buffer.offset is not None]
+    return find_clash(fixed, [b.offset or 0 for b in fixed], period=task.period)
+
+
+def _smartpool(fit: Fit) -> Callable[[_Task], _Result]:
+    def run(task: _Task) -> _Result:
+        clash = _clash_of(task)
+        if clash is not None:
+            raise BadInput(f"no layout: {clash}")
+        return smartpool(task.buffers, fit, align=task.align, period=task.period), 0, ""
+
+    return run
+
+
+def _exact(task: _Task) -> _Result:
+    clash = _clash_of(task)
+    if clash is not None:
+        raise BadInput(f"no layout: {clash}")
+    seconds = task.seconds if task.seconds >= 0 else 1e6
+    found = exact(
+        task.buffers, align=task.align, period=task.period, seconds=seconds, seed=task.seed
+    )
+    if found.offsets is None:
+        places = smartpool(task.buffers, Fit.FIRST, align=task.align, period=task.period)
+        return places, 0, "the exact method found nothing in the time: this is smartpool's layout"
+    return found.offsets, found.bound, ""
+
+
+_METHODS: dict[Method, Callable[[_Task], _Result]] = {
+    Method.SEARCH: _search,
+    Method.SMARTPOOL: _smartpool(Fit.BEST),
+    Method.SMARTPOOL_FIRST: _smartpool(Fit.FIRST),
+    Method.EXACT: _exact,
+    Method.REFERENCE: _reference,
+}

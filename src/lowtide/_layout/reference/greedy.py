@@ -1,0 +1,78 @@
+"""One pass: the buffers in some order, each into a gap. Mirrors native/layout/greedy.cc."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide._layout.reference.clock import Clock
+from lowtide._layout.reference.problem import Problem
+
+ORDERS = ("TWS", "TSW", "SWT", "WST")
+
+
+def order_by(problem: Problem, keys: str) -> list[int]:
+    """Buffers by descending keys: T heaviest load, W width, S size; ties: earlier, then listed."""
+
+    def key(i: int) -> tuple[int, ...]:
+        of = {"T": problem.peak[i], "W": problem.width(i), "S": problem.size[i]}
+        return (*(-of[name] for name in keys), problem.span[i][0][0], i)
+
+    return sorted(range(problem.count), key=key)
+
+
+def height_of(problem: Problem, offsets: Sequence[int]) -> int:
+    """The end of the highest buffer."""
+    return max(offset + size for offset, size in zip(offsets, problem.size, strict=True))
+
+
+def fill_gaps(problem: Problem, order: Sequence[int], clock: Clock, offsets: list[int]) -> bool:
+    """Place those of `order` around what has an offset already; False when time ran out.
+
+    Each takes the smallest gap that holds it, the lowest of equal ones; else it goes on top.
+    """
+    shelf = _Shelf(2 * problem.count)
+    for i, offset in enumerate(offsets):
+        if offset >= 0:
+            shelf.insert(problem, i, offset)
+    done = 0
+    for i in order:
+        if offsets[i] >= 0:
+            continue
+        done += 1
+        if done % 64 == 0 and clock.out():
+            return False
+        offsets[i] = shelf.find(problem, i)
+        shelf.insert(problem, i, offsets[i])
+    return True
+
+
+class _Shelf:
+    """Placed pieces by offset: columns offset, end, begin, end of sections."""
+
+    def __init__(self, room: int) -> None:
+        self._rows: npt.NDArray[np.int64] = np.zeros((4, room), dtype=np.int64)
+        self._count = 0
+
+    def insert(self, problem: Problem, i: int, offset: int) -> None:
+        for begin, end in problem.span[i]:
+            if end == begin:
+                continue
+            rows = self._rows
+            at = int(np.searchsorted(rows[0, : self._count], offset, side="right"))
+            rows[:, at + 1 : self._count + 1] = rows[:, at : self._count]
+            rows[:, at] = offset, offset + problem.size[i], begin, end
+            self._count += 1
+
+    def find(self, problem: Problem, i: int) -> int:
+        rows = self._rows[:, : self._count]
+        meets = np.zeros(self._count, dtype=bool)
+        for begin, end in problem.span[i]:
+            meets |= (rows[2] < end) & (rows[3] > begin)
+        offsets, ends = rows[0, meets], rows[1, meets]
+        floors = np.maximum.accumulate(np.concatenate([[0], ends]))
+        gaps = offsets - floors[:-1]
+        holding = np.flatnonzero(gaps >= problem.size[i])
+        if not len(holding):
+            return int(floors[-1])
+        return int(floors[holding[np.argmin(gaps[holding])]])
