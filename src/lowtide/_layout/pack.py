@@ -121,14 +121,15 @@ def pack(
 
 
 def load_bound(buffers: Sequence[Buffer], align: int, period: int | None) -> int:
-    """No layout of one lane is lower: the rounded bytes of a moment, less what the top one rounds.
+    """No layout of one lane is lower: the bytes of a moment, rounded for all but the topmost.
 
     And none is lower than a fixed buffer's end.
     """
     full = [replace(buffer, size=rounded(buffer.size, align)) for buffer in buffers]
     spare = max((f.size - b.size for f, b in zip(full, buffers, strict=True)), default=0)
     fixed = max((b.offset + b.size for b in buffers if b.offset is not None), default=0)
-    return max(max_load(full, period=period) - spare, fixed)
+    load = max_load(buffers, period=period)
+    return max(load, max_load(full, period=period) - spare if spare else load, fixed)
 
 
 @dataclass(frozen=True, slots=True)
