@@ -31,6 +31,25 @@ def tracing_table() -> str:
     return "\n".join(lines)
 
 
+def layout_table() -> str:
+    """Height over max load by method, and the time of the search."""
+    results: dict[str, Any] = json.loads((RESULTS / "layout.json").read_text())
+    lines = [
+        "| instance | buffers | best fit | first fit | lowtide | proved | its time | minimalloc |",
+        "|---|---:|---:|---:|---:|---|---:|---:|",
+    ]
+    for name, m in results["instances"].items():
+        search = m["search"]
+        seconds = m["minimalloc_seconds"]
+        lines.append(
+            f"| {name} | {m['buffers']:,} | {m['smartpool']['ratio']:.4f} "
+            f"| {m['smartpool-first']['ratio']:.4f} | {search['ratio']:.4f} "
+            f"| {'yes' if search['optimal'] else 'fits'} | {search['seconds']:.3f} s "
+            f"| {f'{seconds:.3f} s' if seconds else 'none in 30 s'} |"
+        )
+    return "\n".join(lines)
+
+
 def demo_output() -> str:
     """What `lowtide report` prints for the small GPT on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +65,8 @@ def main() -> None:
     """Rewrite the README's measured parts."""
     path = ROOT / "README.md"
     text = path.read_text()
-    for mark, content in (("demo", demo_output()), ("tracing", tracing_table())):
+    parts = {"demo": demo_output(), "tracing": tracing_table(), "layout": layout_table()}
+    for mark, content in parts.items():
         start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
         before, rest = text.split(start)
         text = f"{before}{start}\n{content}\n{end}{rest.split(end)[1]}"

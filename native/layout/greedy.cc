@@ -55,23 +55,18 @@ class Shelf {
   std::vector<std::vector<Piece>> chunks_;
 };
 
-// Shelves over time: one for all of it and, where most buffers are short, one
-// for each of many overlapping windows, so that a short buffer need not look at
-// pieces that live elsewhere.
+// Shelves over time: one for all of it and, finer and finer, one for each of many
+// overlapping windows, so that a short buffer need not look at pieces that live
+// elsewhere.  A level is left out where long buffers would lie in too many windows.
 class Shelves {
  public:
   explicit Shelves(const Problem &problem) {
-    const int64_t n = problem.count();
-    for (int64_t windows = 1024; windows >= 8; windows /= 2) {
-      const int64_t stride = problem.sections() / windows;
-      if (stride < 2) continue;
+    for (int32_t stride = problem.sections() / 4; stride >= 2; stride /= 4) {
       int64_t copies = 0;
       for (const Span &span : problem.span)
-        copies += 2 + span.body.length() / stride + span.tail.length() / stride;
-      if (copies > kCopies * n) continue;
-      stride_ = static_cast<int32_t>(stride);
-      windows_.resize(problem.sections() / stride + 1);
-      return;
+        copies += 2 + (span.body.length() + span.tail.length()) / stride;
+      if (copies > kCopies * problem.count()) break;
+      levels_.push_back({stride, std::vector<Shelf>(problem.sections() / stride + 1)});
     }
   }
 
@@ -79,25 +74,31 @@ class Shelves {
     for (Range range : {span.body, span.tail}) {
       if (range.length() == 0) continue;
       all_.insert({offset, end, range});
-      if (!stride_) continue;
-      // window w holds sections [w * stride, (w + 2) * stride)
-      const int32_t last = (range.end - 1) / stride_;
-      for (int32_t w = std::max(0, range.begin / stride_ - 1); w <= last; ++w)
-        windows_[w].insert({offset, end, range});
+      for (Level &level : levels_) {
+        // window w holds sections [w * stride, (w + 2) * stride)
+        const int32_t last = (range.end - 1) / level.stride;
+        for (int32_t w = std::max(0, range.begin / level.stride - 1); w <= last; ++w)
+          level.windows[w].insert({offset, end, range});
+      }
     }
   }
 
   int64_t find(const Span &span, int64_t size, Fit fit) const {
-    if (stride_ && span.tail.length() == 0 && span.body.length() <= stride_)
-      return windows_[span.body.begin / stride_].find(span, size, fit);
-    return all_.find(span, size, fit);
+    const Shelf *shelf = &all_;
+    for (const Level &level : levels_)
+      if (span.tail.length() == 0 && span.body.length() <= level.stride)
+        shelf = &level.windows[span.body.begin / level.stride];
+    return shelf->find(span, size, fit);
   }
 
  private:
-  static constexpr int64_t kCopies = 16;  // pieces kept per buffer, on average
+  struct Level {
+    int32_t stride;
+    std::vector<Shelf> windows;
+  };
+  static constexpr int64_t kCopies = 12;  // pieces a level may keep per buffer, on average
   Shelf all_;
-  int32_t stride_ = 0;
-  std::vector<Shelf> windows_;
+  std::vector<Level> levels_;  // coarse to fine
 };
 
 }  // namespace

@@ -14,7 +14,8 @@ namespace {
 constexpr int32_t kAgents = 4;
 constexpr int64_t kBacktracks = 500;       // placements an attempt may waste
 constexpr int64_t kWork = 300'000'000;     // look-ahead steps a straight dive may take
-constexpr int32_t kCore = 4000;            // buffers in a tree
+constexpr int32_t kCore = 3000;            // buffers in a tree, whose memory grows by their square,
+constexpr int32_t kGrown = 4000;           // and in one that has grown
 constexpr double kDecay = 0.8, kLesson = 30.0, kNoise = 0.2;
 constexpr int32_t kPatience = 4;           // failed leaps before a shorter one
 constexpr int32_t kStep = 5;               // a step closes a 2^kStep-th of the gap
@@ -347,7 +348,7 @@ class Part {
   void grow(std::vector<int32_t> homeless) {
     std::sort(homeless.begin(), homeless.end());
     homeless.erase(std::unique(homeless.begin(), homeless.end()), homeless.end());
-    if (homeless.empty() || core_.ids.size() + homeless.size() > 2 * kCore) return;
+    if (homeless.empty() || core_.ids.size() + homeless.size() > kGrown) return;
     std::vector<int32_t> ids = core_.ids;
     ids.insert(ids.end(), homeless.begin(), homeless.end());
     std::sort(ids.begin(), ids.end());

@@ -23,7 +23,8 @@ from lowtide._layout.reference.tree import Outcome, Tree
 _AGENTS = 4
 _BACKTRACKS = 500  # placements an attempt may waste
 _WORK = 300_000_000  # look-ahead steps a straight dive may take
-_CORE = 4000  # buffers in a tree
+_CORE = 3000  # buffers in a tree
+_GROWN = 4000  # and in one that has grown
 _DECAY, _LESSON, _NOISE = 0.8, 30.0, 0.2
 _PATIENCE = 4  # failed leaps before a shorter one
 _STEP = 5  # a step closes a 2**_STEP-th of the gap
@@ -316,7 +317,7 @@ class _Part:
                 self._waited = 0
         self._modest = not only_goal and (better or not self._modest)
         # Buffers that found no room around the core have to be thought of with it.
-        if homeless and len(self._core.ids) + len(homeless) <= 2 * _CORE:
+        if homeless and len(self._core.ids) + len(homeless) <= _GROWN:
             self._set_core(sorted({*self._core.ids, *homeless}))
 
     def _keep(self, offsets: list[int]) -> None:
