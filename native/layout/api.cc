@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <new>
 #include <numeric>
 #include <thread>
@@ -19,7 +20,7 @@ int32_t pack(const lowtide_layout_problem &in, const lowtide_layout_budget &budg
   const size_t n = static_cast<size_t>(in.count);
   std::vector<Life> lives(n);
   std::vector<int64_t> size(n), fixed(n);
-  int64_t unit = in.align > 1 ? in.align : 0, sum = 0;
+  int64_t unit = in.align > 1 ? in.align : 0, sum = 0, highest = 0;
   for (size_t i = 0; i < n; ++i) {
     const int64_t lower = in.lower[i], upper = in.upper[i];
     if (lower < 0 || upper <= lower || in.size[i] <= 0 || in.fixed[i] < -1 ||
@@ -32,12 +33,13 @@ int32_t pack(const lowtide_layout_problem &in, const lowtide_layout_budget &budg
     if (fixed[i] > 0 && fixed[i] % in.align) return LOWTIDE_LAYOUT_BAD_PROBLEM;
     if (size[i] > kMost - sum) return LOWTIDE_LAYOUT_BAD_PROBLEM;
     sum += size[i];
-    if (fixed[i] >= 0 && fixed[i] > kMost - sum) return LOWTIDE_LAYOUT_BAD_PROBLEM;
+    highest = std::max(highest, fixed[i]);
     unit = std::gcd(unit, size[i]);
     if (fixed[i] > 0) unit = std::gcd(unit, fixed[i]);
     const bool wraps = in.period && upper > in.period;
     lives[i] = {lower, wraps ? in.period : upper, wraps ? upper - in.period : 0};
   }
+  if (highest > kMost - sum) return LOWTIDE_LAYOUT_BAD_PROBLEM;
   if (unit == 0) unit = 1;
   for (size_t i = 0; i < n; ++i) {
     size[i] /= unit;
@@ -45,17 +47,7 @@ int32_t pack(const lowtide_layout_problem &in, const lowtide_layout_budget &budg
   }
   const Problem problem = compress(lives, std::move(size), std::move(fixed));
 
-  std::vector<int32_t> pinned;
-  for (int32_t i = 0; i < problem.count(); ++i)
-    if (problem.fixed[i] >= 0) pinned.push_back(i);
-  std::sort(pinned.begin(), pinned.end(),
-            [&](int32_t x, int32_t y) { return problem.fixed[x] < problem.fixed[y]; });
-  for (size_t x = 0; x < pinned.size(); ++x)
-    for (size_t y = x + 1; y < pinned.size(); ++y) {
-      const int32_t low = pinned[x], high = pinned[y];
-      if (problem.fixed[high] >= problem.fixed[low] + problem.size[low]) break;
-      if (meet(problem.span[low], problem.span[high])) return LOWTIDE_LAYOUT_CLASH;
-    }
+  if (clash(problem)) return LOWTIDE_LAYOUT_CLASH;
 
   const int32_t cores = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   const int32_t threads = budget.threads > 0 ? budget.threads : cores;
@@ -83,6 +75,8 @@ int32_t lowtide_layout_pack(const lowtide_layout_problem *problem,
     return lowtide::pack(*problem, *budget, offsets, *result);
   } catch (const std::bad_alloc &) {
     return LOWTIDE_LAYOUT_NO_MEMORY;
+  } catch (const std::exception &) {
+    return LOWTIDE_LAYOUT_FAILED;
   }
 }
 

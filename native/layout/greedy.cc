@@ -101,6 +101,50 @@ class Shelves {
   std::vector<Level> levels_;  // coarse to fine
 };
 
+// How high each section is filled: ranges are raised, and asked for their highest.
+class Skyline {
+ public:
+  explicit Skyline(int32_t sections) {
+    while (leaves_ < sections) leaves_ *= 2;
+    highest_.assign(2 * leaves_, 0);
+    raised_.assign(2 * leaves_, 0);
+  }
+
+  int64_t highest(Range range) const { return ask(1, 0, leaves_, range); }
+  void raise(Range range, int64_t top) { raise(1, 0, leaves_, range, top); }
+
+ private:
+  int64_t ask(int32_t node, int32_t begin, int32_t end, Range range) const {
+    if (range.end <= begin || end <= range.begin) return 0;
+    if (range.begin <= begin && end <= range.end) return highest_[node];
+    const int32_t middle = (begin + end) / 2;
+    return std::max({raised_[node], ask(2 * node, begin, middle, range),
+                     ask(2 * node + 1, middle, end, range)});
+  }
+  void raise(int32_t node, int32_t begin, int32_t end, Range range, int64_t top) {
+    if (range.end <= begin || end <= range.begin) return;
+    highest_[node] = std::max(highest_[node], top);
+    if (range.begin <= begin && end <= range.end) {
+      raised_[node] = std::max(raised_[node], top);
+      return;
+    }
+    const int32_t middle = (begin + end) / 2;
+    raise(2 * node, begin, middle, range, top);
+    raise(2 * node + 1, middle, end, range, top);
+  }
+
+  int32_t leaves_ = 1;
+  std::vector<int64_t> highest_;  // in the node's sections, as raised at it or below
+  std::vector<int64_t> raised_;   // all of the node's sections
+};
+
+int64_t height_of(const Problem &problem, const std::vector<int64_t> &offset) {
+  int64_t height = 0;
+  for (int32_t i = 0; i < problem.count(); ++i)
+    height = std::max(height, offset[i] + problem.size[i]);
+  return height;
+}
+
 }  // namespace
 
 std::vector<int32_t> order_by(const Problem &problem, const char *keys) {
@@ -131,10 +175,25 @@ bool fill_gaps(const Problem &problem, const std::vector<int32_t> &order, Fit fi
     layout.offset[i] = shelves.find(problem.span[i], problem.size[i], fit);
     shelves.insert(problem.span[i], layout.offset[i], layout.offset[i] + problem.size[i]);
   }
-  layout.height = 0;
-  for (int32_t i = 0; i < problem.count(); ++i)
-    layout.height = std::max(layout.height, layout.offset[i] + problem.size[i]);
+  layout.height = height_of(problem, layout.offset);
   return true;
+}
+
+void stack_up(const Problem &problem, const std::vector<int32_t> &order, Layout &layout) {
+  Skyline skyline(problem.sections());
+  auto raise = [&](int32_t i) {
+    for (Range range : {problem.span[i].body, problem.span[i].tail})
+      skyline.raise(range, layout.offset[i] + problem.size[i]);
+  };
+  for (int32_t i = 0; i < problem.count(); ++i)
+    if (layout.offset[i] >= 0) raise(i);
+  for (int32_t i : order) {
+    if (layout.offset[i] >= 0) continue;
+    const Span &span = problem.span[i];
+    layout.offset[i] = std::max(skyline.highest(span.body), skyline.highest(span.tail));
+    raise(i);
+  }
+  layout.height = height_of(problem, layout.offset);
 }
 
 }  // namespace lowtide

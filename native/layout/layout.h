@@ -46,6 +46,7 @@ enum {
   LOWTIDE_LAYOUT_BAD_PROBLEM = 1,   // a rule of lowtide_layout_problem is broken
   LOWTIDE_LAYOUT_CLASH = 2,         // two fixed buffers share bytes
   LOWTIDE_LAYOUT_NO_MEMORY = 3,
+  LOWTIDE_LAYOUT_FAILED = 4,        // a bug
 };
 
 int32_t lowtide_layout_abi(void);

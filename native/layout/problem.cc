@@ -1,8 +1,26 @@
 #include "problem.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 
 namespace lowtide {
+namespace {
+
+constexpr int32_t kPasses = 16;                // over the buffers, to find dominated ones
+constexpr int64_t kPairs = 100'000'000;        // of open and fixed buffers a bound may look at
+
+std::vector<int32_t> pinned(const Problem &problem) {
+  std::vector<int32_t> result;
+  for (int32_t i = 0; i < problem.count(); ++i)
+    if (problem.fixed[i] >= 0) result.push_back(i);
+  std::sort(result.begin(), result.end(), [&](int32_t x, int32_t y) {
+    return problem.fixed[x] != problem.fixed[y] ? problem.fixed[x] < problem.fixed[y] : x < y;
+  });
+  return result;
+}
+
+}  // namespace
 
 Problem compress(const std::vector<Life> &lives, std::vector<int64_t> size,
                  std::vector<int64_t> fixed) {
@@ -138,26 +156,54 @@ std::vector<std::vector<int32_t>> parts(const Problem &problem) {
 std::vector<std::vector<int32_t>> fixed_neighbours(const Problem &problem) {
   std::vector<std::vector<int32_t>> result(problem.count());
   if (!problem.has_fixed) return result;
-  std::vector<int32_t> pinned;
-  for (int32_t i = 0; i < problem.count(); ++i)
-    if (problem.fixed[i] >= 0) pinned.push_back(i);
-  std::sort(pinned.begin(), pinned.end(), [&](int32_t x, int32_t y) {
-    return problem.fixed[x] != problem.fixed[y] ? problem.fixed[x] < problem.fixed[y] : x < y;
-  });
+  const std::vector<int32_t> all = pinned(problem);
   for (int32_t i = 0; i < problem.count(); ++i)
     if (problem.fixed[i] < 0)
-      for (int32_t j : pinned)
+      for (int32_t j : all)
         if (meet(problem.span[i], problem.span[j])) result[i].push_back(j);
   return result;
 }
 
-int64_t settle(const Problem &problem, const std::vector<std::vector<int32_t>> &fixed_of, int32_t i,
-               int64_t at) {
-  for (int32_t j : fixed_of[i]) {
+int64_t settle(const Problem &problem, const std::vector<int32_t> &pinned, int32_t i, int64_t at) {
+  for (int32_t j : pinned) {
     if (problem.fixed[j] >= at + problem.size[i]) break;
-    at = std::max(at, problem.fixed[j] + problem.size[j]);
+    if (meet(problem.span[i], problem.span[j]))
+      at = std::max(at, problem.fixed[j] + problem.size[j]);
   }
   return at;
+}
+
+bool clash(const Problem &problem) {
+  // Walk through the sections; those alive are kept by offset, so that only
+  // neighbours can clash.
+  struct Event {
+    int32_t section;
+    bool starts;
+    int32_t id;
+  };
+  std::vector<Event> events;
+  for (int32_t i : pinned(problem))
+    for (Range range : {problem.span[i].body, problem.span[i].tail})
+      if (range.length()) {
+        events.push_back({range.begin, true, i});
+        events.push_back({range.end, false, i});
+      }
+  std::sort(events.begin(), events.end(), [](const Event &x, const Event &y) {
+    return x.section != y.section ? x.section < y.section : x.starts < y.starts;
+  });
+  std::map<int64_t, int64_t> alive;  // offset: end
+  for (const Event &event : events) {
+    const int64_t offset = problem.fixed[event.id], end = offset + problem.size[event.id];
+    if (!event.starts) {
+      alive.erase(offset);
+      continue;
+    }
+    const auto above = alive.lower_bound(offset);
+    if (above != alive.end() && above->first < end) return true;
+    if (above != alive.begin() && std::prev(above)->second > offset) return true;
+    alive.emplace(offset, end);
+  }
+  return false;
 }
 
 std::vector<int32_t> dominated(const Problem &problem, int64_t capacity) {
@@ -167,7 +213,8 @@ std::vector<int32_t> dominated(const Problem &problem, int64_t capacity) {
   const int32_t n = problem.count();
   std::vector<char> out(n, 0);
   std::vector<int32_t> order;
-  for (size_t before = 1; before != order.size();) {
+  size_t before = 1;
+  for (int32_t pass = 0; pass < kPasses && before != order.size(); ++pass) {
     before = order.size();
     // begun[k]: pieces that begin before section k; ended[k]: that end at it or before
     std::vector<Sum> begun(problem.sections() + 1), ended(problem.sections() + 1);
@@ -207,17 +254,19 @@ std::vector<int32_t> dominated(const Problem &problem, int64_t capacity) {
 }
 
 int64_t lower_bound(const Problem &problem) {
-  if (!problem.has_fixed)
-    return problem.load.empty() ? 0 : *std::max_element(problem.load.begin(), problem.load.end());
+  int64_t highest =
+      problem.load.empty() ? 0 : *std::max_element(problem.load.begin(), problem.load.end());
+  if (!problem.has_fixed) return highest;
+  const std::vector<int32_t> all = pinned(problem);
+  for (int32_t i : all) highest = std::max(highest, problem.fixed[i] + problem.size[i]);
+  if (static_cast<int64_t>(all.size()) * problem.count() > kPairs) return highest;
   // In each section, as if its buffers could be cut up: whatever may start at
   // an offset fills upwards from there.
-  const auto fixed_of = fixed_neighbours(problem);
   std::vector<std::pair<int64_t, int32_t>> start;
   for (int32_t i = 0; i < problem.count(); ++i)
-    start.push_back({problem.fixed[i] >= 0 ? problem.fixed[i] : settle(problem, fixed_of, i, 0), i});
+    start.push_back({problem.fixed[i] >= 0 ? problem.fixed[i] : settle(problem, all, i, 0), i});
   std::sort(start.begin(), start.end());
   std::vector<int64_t> top(problem.sections(), 0);
-  int64_t highest = 0;
   for (const auto &[offset, i] : start) {
     for (Range range : {problem.span[i].body, problem.span[i].tail})
       for (int32_t k = range.begin; k < range.end; ++k)

@@ -65,10 +65,14 @@ int64_t lower_bound(const Problem &problem);
 // the order in which to leave them out; they come back in reverse, after those.
 std::vector<int32_t> dominated(const Problem &problem, int64_t capacity);
 
-// The lowest offset >= `at` where buffer i clears every fixed buffer it meets.
-// `fixed_of` holds, per buffer, those in order of offset.
+// For each open buffer the fixed ones it meets, in order of offset.
 std::vector<std::vector<int32_t>> fixed_neighbours(const Problem &problem);
-int64_t settle(const Problem &problem, const std::vector<std::vector<int32_t>> &fixed_of, int32_t i,
-               int64_t at);
+
+// The lowest offset >= `at` where buffer i clears `pinned`, fixed ones in order
+// of offset, as far as it meets them.
+int64_t settle(const Problem &problem, const std::vector<int32_t> &pinned, int32_t i, int64_t at);
+
+// Whether two fixed buffers share bytes while both live.
+bool clash(const Problem &problem);
 
 }  // namespace lowtide

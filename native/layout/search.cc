@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <memory>
+#include <system_error>
 #include <thread>
 
 #include "tree.h"
@@ -222,13 +224,25 @@ void run_agents(int32_t threads, Work work) {
     return;
   }
   std::atomic<int32_t> next{0};
+  std::exception_ptr failures[kAgents];
   auto loop = [&] {
-    for (int32_t index; (index = next.fetch_add(1)) < kAgents;) one(index);
+    for (int32_t index; (index = next.fetch_add(1)) < kAgents;) {
+      try {
+        one(index);
+      } catch (...) {
+        failures[index] = std::current_exception();
+      }
+    }
   };
   std::vector<std::thread> helpers;
-  for (int32_t t = 1; t < std::min(threads, kAgents); ++t) helpers.emplace_back(loop);
+  try {
+    for (int32_t t = 1; t < std::min(threads, kAgents); ++t) helpers.emplace_back(loop);
+  } catch (const std::system_error &) {  // fewer helpers, then
+  }
   loop();
   for (std::thread &helper : helpers) helper.join();
+  for (const std::exception_ptr &failure : failures)
+    if (failure) std::rethrow_exception(failure);
 }
 
 // One independent part of the problem.
@@ -246,11 +260,13 @@ class Part {
       if (best_.height && (best_.height <= goal || clock.out())) return;
       nodes_ += problem_.count();
       Layout layout{problem_.fixed, 0};
-      // the first pass is never cut: some layout is owed
-      const Clock endless(-1);
-      if (fill_gaps(problem_, order_by(problem_, keys), Fit::kBest, best_.height ? clock : endless,
-                    layout))
+      const auto order = order_by(problem_, keys);
+      if (fill_gaps(problem_, order, Fit::kBest, clock, layout)) {
         keep(std::move(layout));
+      } else if (best_.height == 0) {  // some layout is owed
+        stack_up(problem_, order, layout);
+        keep(std::move(layout));
+      }
     }
   }
 
@@ -321,7 +337,8 @@ class Part {
     for (int32_t i : easy_) easy[i] = 1;
     from_ = threshold(problem_, easy);
     std::vector<int32_t> ids;
-    if (!affordable(problem_, easy, from_, ids)) ids.clear();
+    const bool none = from_ == std::numeric_limits<int64_t>::max();
+    if (none || !affordable(problem_, easy, from_, ids)) ids.clear();
     for (int32_t kind = 0; kind < kAgents; ++kind) {
       Agent agent{};
       agent.kind = kind;

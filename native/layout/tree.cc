@@ -27,6 +27,13 @@ Tree::Tree(const Problem &problem, const std::vector<int32_t> &watched)
 
 Outcome Tree::run(const std::vector<int32_t> &rank, int64_t capacity, int64_t limit,
                   const Clock &clock, const std::atomic<bool> &stop) {
+  const Outcome outcome = walk(rank, capacity, limit, clock, stop);
+  if (items_.capacity() > kKept) std::vector<Item>().swap(items_);  // others need memory, too
+  return outcome;
+}
+
+Outcome Tree::walk(const std::vector<int32_t> &rank, int64_t capacity, int64_t limit,
+                   const Clock &clock, const std::atomic<bool> &stop) {
   rank_ = rank;
   capacity_ = capacity;
   nodes_ = 0;
@@ -36,7 +43,7 @@ Outcome Tree::run(const std::vector<int32_t> &rank, int64_t capacity, int64_t li
   groups_.clear();
   for (int32_t i = 0; i < problem_.count(); ++i) {
     const int64_t fixed = problem_.fixed[i];
-    items_.push_back({fixed >= 0 ? fixed : settle(problem_, fixed_of_, i, 0), i});
+    items_.push_back({fixed >= 0 ? fixed : settle(problem_, fixed_of_[i], i, 0), i});
   }
   std::sort(items_.begin(), items_.end(), [&](auto &x, auto &y) { return before(x, y); });
   Frame root{0, items_.size(), items_.size(), 0, 0, 0, 0, -1, -1};
@@ -106,7 +113,7 @@ bool Tree::descend(const Frame &parent, size_t candidate) {
       continue;
     }
     if (problem_.fixed[item.id] >= 0) return false;  // it cannot give way
-    item.offset = settle(problem_, fixed_of_, item.id, base);
+    item.offset = settle(problem_, fixed_of_[item.id], item.id, base);
     moved_.push_back(item);
   }
   // What stayed is still sorted; weave in what moved.

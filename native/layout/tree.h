@@ -56,9 +56,13 @@ class Tree {
   bool before(const Item &x, const Item &y) const {
     return x.offset != y.offset ? x.offset < y.offset : rank_[x.id] < rank_[y.id];
   }
+  Outcome walk(const std::vector<int32_t> &rank, int64_t capacity, int64_t limit,
+               const Clock &clock, const std::atomic<bool> &stop);
   bool descend(const Frame &frame, size_t candidate);  // pushes a frame, or false: dead
   bool look_ahead(size_t begin, size_t end, int64_t &lowest_top);
   void enter(Frame frame);  // splits it if it can be
+
+  static constexpr size_t kKept = 1 << 20;  // items kept between runs
 
   const Problem &problem_;
   std::vector<std::vector<int32_t>> fixed_of_;

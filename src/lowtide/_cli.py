@@ -16,7 +16,7 @@ from lowtide._check import find_flaw
 from lowtide._errors import BadInput, LowtideError
 from lowtide._files import check_writable, write_whole
 from lowtide._ir import Trace
-from lowtide._layout.buffers import Buffer, check_buffers
+from lowtide._layout.buffers import Buffer, check_buffers, rounded
 from lowtide._layout.explain import Conflict, crowded, tangled
 from lowtide._layout.from_trace import step_buffers
 from lowtide._layout.pack import Method, Packing, pack
@@ -182,6 +182,8 @@ def pack_command(
     """
     if math.isnan(time_limit) or time_limit < 0:
         raise BadInput(f"--time-limit is {time_limit}: give the seconds it may take")
+    if output is not None and output == picture:
+        raise BadInput(f"{output} cannot be both the layout and its picture: name two files")
     for path in (output, picture):
         if path is not None:
             own = path == output and is_layout(path) and not _same(path, problem)
@@ -193,7 +195,7 @@ def pack_command(
     if capacity is not None:
         conflict = crowded(buffers, capacity, align=align, period=period)
         if conflict is not None:
-            _cannot(capacity, conflict)
+            _cannot(capacity, conflict, align=align)
     packing = pack(
         buffers,
         method=method,
@@ -208,7 +210,7 @@ def pack_command(
     if capacity is not None and packing.height > capacity:
         patience = max(1.0, time_limit)
         conflict = tangled(buffers, capacity, align=align, period=period, seconds=patience)
-        _cannot(capacity, conflict, packing, time_limit)
+        _cannot(capacity, conflict, packing, time_limit, align=align)
     if output is not None:
         write_whole(output, write_buffers(packing.buffers))
     if picture is not None:
@@ -256,6 +258,8 @@ def _cannot(
     conflict: Conflict | None,
     packing: Packing | None = None,
     seconds: float = 0.0,
+    *,
+    align: int,
 ) -> NoReturn:
     """Say why there is no layout within the capacity, and end with 3."""
     if conflict is None:
@@ -264,7 +268,7 @@ def _cannot(
     else:
         names = [f"{b.name} ({b.size})" for b in conflict.buffers]
         shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        need = sum(buffer.size for buffer in conflict.buffers)
+        need = sum(rounded(buffer.size, align) for buffer in conflict.buffers)
         together = (
             "cannot all lie below it, in whatever order"
             if conflict.moment is None

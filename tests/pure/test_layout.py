@@ -1,5 +1,6 @@
 """Layouts: the laws every method obeys, and the cases that taught us something."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,25 @@ from lowtide._layout.exact import exact
 from lowtide._layout.explain import crowded, tangled
 from lowtide._layout.native import NoNative, Request
 from lowtide._layout.pack import Method, Packing, load_bound
+from lowtide._layout.reference.problem import compress, dominated
 from lowtide._layout.reference.search import search as reference_search
 from lowtide._layout.smartpool import Fit, smartpool
 
 pytest.importorskip("ortools", reason="the exact method is an extra")
+
+
+# Seven buffers with at most 6 bytes alive that need 7, whatever their order.
+TANGLE = Problem(
+    [
+        Buffer("a", 1, 2, 3),
+        Buffer("b", 1, 5, 3),
+        Buffer("c", 3, 6, 2),
+        Buffer("d", 4, 7, 1),
+        Buffer("e", 5, 8, 2),
+        Buffer("f", 6, 9, 3),
+        Buffer("g", 8, 9, 3),
+    ]
+)
 
 
 def run(problem: Problem, nodes: int = 3000, seed: int = 0, **options: object) -> Packing:
@@ -116,6 +132,44 @@ def test_native_and_reference_are_one_algorithm(
     assert native.search(request) == reference_search(request)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_native_and_reference_agree_on_larger_problems(seed: int) -> None:
+    """Large enough for parts, dominated buffers, groups and many rounds."""
+    source = random.Random(seed)
+    end = source.choice([40, 150])
+    lower = [source.randrange(end) for _ in range(source.choice([60, 110]))]
+    upper = [at + source.randint(1, source.choice([8, 30])) for at in lower]
+    size = [source.randint(1, source.choice([9, 90])) for _ in lower]
+    request = Request(lower, upper, size, [-1] * len(lower), nodes=6000, seed=seed, threads=2)
+    answer = native.search(request)
+    assert answer == reference_search(request)
+    fixed = [at if source.random() < 0.1 else -1 for at in answer.offsets]
+    request = replace(request, fixed=fixed, goal=answer.height + seed % 3, nodes=4000)
+    assert native.search(request) == reference_search(request)
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(most=10), st.integers(1, 200))
+def test_dominated_buffers_find_room_however_the_others_lie(
+    problem: Problem, capacity: int
+) -> None:
+    # Each neighbour of size s rules out at most s + size - 1 offsets: some must be left.
+    lives = [(b.lower, min(b.upper, 12), max(0, b.upper - 12)) for b in problem.buffers]
+    reduced = compress(lives, [b.size for b in problem.buffers], [-1] * len(lives))
+    order = dominated(reduced, capacity)
+    rest = set(range(len(lives)))
+    for i in order:
+        size = reduced.size[i]
+        near = [j for j in rest if j != i and reduced.meet(i, j)]
+        assert sum(reduced.size[j] + size - 1 for j in near) < capacity - size + 1
+        rest.remove(i)
+    for i in rest:  # and none is missed, but where a neighbour is counted twice
+        size = reduced.size[i]
+        near = [j for j in rest if j != i and reduced.meet(i, j)]
+        twice = sum(reduced.size[j] + size - 1 for j in near) * 2 + 2 * size
+        assert twice > capacity - size
+
+
 def staircase(count: int) -> Problem:
     """Sizes that leave holes for greedy passes: deep, and with room for backtracking."""
     return Problem(
@@ -172,6 +226,8 @@ def test_a_buffer_that_wraps_is_placed_once_and_shared() -> None:
     clash = find_clash([grad, early], [0, 0], period=10)
     assert clash == "grad and early share byte 0 at moment 0"
     assert find_clash([grad, late], [0, 0], period=10) is None
+    longer = find_clash([replace(grad, upper=19)], [0], period=10)
+    assert longer == "grad outlives the period: its next life needs another place"
 
 
 def test_a_buffer_whose_lives_overlap_is_doubled_and_no_other() -> None:
@@ -192,9 +248,28 @@ def test_lanes_never_share_bytes() -> None:
     assert run(Problem(buffers)).height == 16
     assert run(Problem([replace(b, lane=0) for b in buffers])).height == 8
     assert find_clash(buffers, [0, 0, 0]) == "a and b share byte 0 across lanes"
+    below = [Buffer("a", 0, 1, 8), Buffer("c", 2, 3, 1), Buffer("b", 1, 2, 8, lane=1)]
+    assert find_clash(below, [0, 1, 5]) == "a and b share byte 5 across lanes"
     assert run(Problem(buffers), capacity=16).height == 16
     with pytest.raises(BadInput, match="lane 2 is neither 0 nor 1"):
         run(Problem([Buffer("a", 0, 1, 8, lane=2)]))
+    with pytest.raises(BadInput, match="b: fixed to 4, but lane 0 goes up to 8: fix it higher"):
+        run(Problem([buffers[0], replace(buffers[1], offset=4)]))
+    # below the fixed one there is room for lane 1 that is not used: so no claim to be lowest
+    pinned = run(Problem([Buffer("pin", 0, 1, 10, offset=100), Buffer("c", 0, 1, 50, lane=1)]))
+    assert pinned.bound == 110 and not pinned.optimal
+    # a goal for lane 0 leaves lane 1 what it needs
+    tight = [*TANGLE.buffers, Buffer("copy", 0, 9, 5, lane=1)]
+    assert run(Problem(tight), capacity=12).height == 12
+
+
+def test_copies_do_not_take_a_name_that_is_in_use() -> None:
+    with pytest.raises(BadInput, match="id 'a#0' was used before"):
+        run(Problem([Buffer("a", 0, 11, 5), Buffer("a#0", 0, 1, 3)], period=10))
+    with pytest.raises(BadInput, match="lives 1000000000 periods of 1: give the step's length"):
+        run(Problem([Buffer("a", 0, 10**9, 1)], period=1))
+    with pytest.raises(BadInput, match="add up to"):
+        run(Problem([Buffer("a", 0, 16, 2**60)], period=1))
 
 
 def test_fixed_buffers_stay_and_raise_the_bound() -> None:
@@ -244,20 +319,6 @@ def test_a_crowded_moment_is_named_by_its_fewest_buffers() -> None:
     assert conflict is not None and {b.name for b in conflict.buffers} == {"a", "b"}
 
 
-# Seven buffers with at most 6 bytes alive that need 7, whatever their order.
-TANGLE = Problem(
-    [
-        Buffer("a", 1, 2, 3),
-        Buffer("b", 1, 5, 3),
-        Buffer("c", 3, 6, 2),
-        Buffer("d", 4, 7, 1),
-        Buffer("e", 5, 8, 2),
-        Buffer("f", 6, 9, 3),
-        Buffer("g", 8, 9, 3),
-    ]
-)
-
-
 def test_a_height_above_the_load_is_proved() -> None:
     packing = run(TANGLE)
     assert (packing.max_load, packing.bound, packing.height) == (6, 7, 7)
@@ -270,6 +331,60 @@ def test_a_tangle_is_found_among_others() -> None:
     assert conflict is not None and conflict.moment is None
     assert {b.name for b in conflict.buffers} == set("abcdefg")
     assert tangled([*others, *TANGLE.buffers], 7) is None
+
+
+def test_a_tangle_may_be_aligned_and_may_wrap_round() -> None:
+    aligned = [replace(b, size=8 * b.size - i % 3) for i, b in enumerate(TANGLE.buffers)]
+    conflict = tangled(aligned, 48, align=8)
+    assert conflict is not None and len(conflict.buffers) == 7
+    assert tangled(aligned, 56, align=8) is None
+    # 49 might do with a topmost buffer that rounds up by 7; the search cannot tell
+    assert tangled([replace(b, size=8 * b.size - 7) for b in TANGLE.buffers], 49, align=8) is None
+    turned = [
+        replace(b, lower=(b.lower + 6) % 10, upper=(b.lower + 6) % 10 + b.upper - b.lower)
+        for b in TANGLE.buffers
+    ]
+    assert any(b.upper > 10 for b in turned)
+    conflict = tangled([*turned, Buffer("o", 5, 6, 1)], 6, period=10)
+    assert conflict is not None and len(conflict.buffers) == 7
+    assert run(Problem(turned, period=10)).height == exact(turned, period=10).bound == 7
+
+
+@settings(deadline=None, max_examples=80)
+@given(problems(most=6, lanes=True, largest=20), st.data())
+def test_a_crowded_set_does_not_fit_and_is_the_smallest(
+    problem: Problem, data: st.DataObject
+) -> None:
+    """Against every set of buffers alive at one moment, laid out in every order."""
+    buffers, align = problem.buffers, problem.align
+    if problem.period is not None:  # some outlive it
+        long = data.draw(st.integers(0, 12))
+        buffers = [replace(buffers[0], upper=buffers[0].upper + long), *buffers[1:]]
+    capacity = data.draw(st.integers(1, 60))
+    conflict = crowded(buffers, capacity, align=align, period=problem.period)
+    parts = buffers if problem.period is None else copies(buffers, problem.period)
+
+    spare = max(-b.size % align for b in parts)
+    fewest: int | None = None
+    loads = [0, 0]
+    for lane in (0, 1):
+        for moment in range(12 if problem.period else 24):
+            alive = [b for b in parts if b.lane == lane and moment in moments(b, problem.period)]
+            loads[lane] = max(loads[lane], sum(b.size for b in alive))
+            alive.sort(key=lambda b: -b.size)
+            for count in range(1, len(alive) + 1):
+                plain = sum(b.size for b in alive[:count])
+                full = sum(b.size + -b.size % align for b in alive[:count])
+                if max(plain, full - spare) > capacity and (fewest is None or count < fewest):
+                    fewest = count
+    if fewest is not None:
+        assert conflict is not None and len(conflict.buffers) == fewest
+        assert len({b.lane for b in conflict.buffers}) == 1
+    if conflict is None:
+        assert sum(loads) <= capacity
+    else:
+        again = pack(list(conflict.buffers), align=align, period=problem.period, nodes=3000)
+        assert again.height > capacity
 
 
 @settings(deadline=None, max_examples=60)

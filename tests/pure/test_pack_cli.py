@@ -150,6 +150,9 @@ def test_fixed_offsets_alignment_lanes_and_periods(example: Path, tmp_path: Path
     done = lowtide("pack", example, "-o", out, "--align", 8)
     assert done.returncode == 0, done.stderr
     assert [(r["offset"], r["lane"]) for r in rows(out)] == [("8", "0"), ("0", "0"), ("16", "1")]
+    placed = out.read_text()
+    done = lowtide("pack", out, "-o", out, "--align", 8, "--force")
+    assert done.returncode == 0 and out.read_text() == placed
     example.write_text("id,lower,upper,size\nkept,6,12,4\ngrad,8,19,4\nact,3,6,4\n")
     done = lowtide("pack", example, "-o", out, "--period", 10)
     assert done.returncode == 0, done.stderr
@@ -171,26 +174,50 @@ def test_a_trace_is_packed_with_what_lives_across_steps(tmp_path: Path) -> None:
 
 
 def test_what_a_step_leaves_takes_the_place_of_what_it_found() -> None:
-    # The old gradient dies at op 1, the new one is made at op 2: one place for both.
+    # The old gradient dies at op 1, the new one is made at op 2: one place for both. The same
+    # for the loss, which has no name and was an input when it was found. 'host' is elsewhere.
     step = parse("""
         granularity 512
         have w:4096 | parameter name=w
         have old:700 | gradient name=w.grad
-        zero w -> | 1ms
+        have last_loss:4 | input
+        have host:9000 | buffer device=meta
+        zero w host last_loss ->
         free old
-        forward w -> h:512 | 1ms
-        backward w h -> new:700 | 1ms
+        free last_loss
+        forward w -> h:512 | workspace=600
+        backward w h -> new:700 loss:4
         is new | gradient name=w.grad
         keep new
+        keep loss
         free h
-        step w new -> | 1ms
+        step w new ->
     """)
     buffers, period = step_buffers(step)
     assert period == 4
-    lives = {b.name.split(":")[-1]: (b.lower, b.upper, b.size) for b in buffers}
-    assert lives["w"] == (0, 4, 4096)
-    assert lives["w.grad"][2] == 1024 and lives["w.grad"][1] > period
-    assert len(buffers) == 3
+    grad = next(b for b in buffers if b.name.endswith("w.grad"))
+    assert (grad.lower, grad.upper) == (2, period + 1)
+    assert {(b.lower, b.upper, b.size) for b in buffers} == {
+        (0, 4, 4096),
+        (2, 5, 1024),
+        (1, 2, 1024),  # the workspace of op 1
+        (1, 3, 512),
+        (2, 5, 512),
+    }
+
+
+def test_what_has_no_partner_keeps_its_place_all_along() -> None:
+    step = parse("""
+        have found:8 | input
+        a found -> x:16
+        free found
+        b x -> left:32
+        free x
+        keep left
+    """)
+    buffers, period = step_buffers(step)
+    lives = sorted((b.size, b.lower, b.upper) for b in buffers)
+    assert lives == [(8, 0, period), (16, 0, 2), (32, 0, period)]
 
 
 def test_the_picture_in_characters() -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from lowtide._errors import BadInput
 
-MOST_BYTES = 2**63 - 1  # what an offset can count up to
+MOST = 2**63 - 1  # what an integer of the native search can hold
+_MOST_COPIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class Buffer:
 
 def check_buffers(buffers: Sequence[Buffer], *, align: int = 1, period: int | None = None) -> None:
     """Refuse what has no layout, or none that offsets can count."""
-    if align < 1:
-        raise BadInput(f"align is {align}: give 1 or more")
-    if period is not None and period < 1:
-        raise BadInput(f"period is {period}: give 1 or more")
+    if not 1 <= align < 2**62:
+        raise BadInput(f"align is {align}: give 1 or more, below 2**62")
+    if period is not None and not 1 <= period < 2**62:
+        raise BadInput(f"period is {period}: give 1 or more, below 2**62")
     for buffer in buffers:
         flaw = find_flaw(buffer, align=align, period=period)
         if flaw is not None:
@@ -46,8 +47,7 @@ def check_buffers(buffers: Sequence[Buffer], *, align: int = 1, period: int | No
             raise BadInput(f"buffer {buffer.name}: id {buffer.name!r} was used before")
         seen.add(buffer.name)
     total = sum(rounded(buffer.size, align) for buffer in buffers)
-    reach = total + max((buffer.offset or 0 for buffer in buffers), default=0)
-    if reach > MOST_BYTES // 2:
+    if total + max((buffer.offset or 0 for buffer in buffers), default=0) > MOST // 2:
         raise BadInput(
             f"the buffers add up to {total} bytes and offsets are counted up to 2**62: "
             "give fewer or smaller ones"
@@ -60,10 +60,10 @@ def find_flaw(buffer: Buffer, *, align: int = 1, period: int | None = None) -> s
         return f"upper {buffer.upper} is not above lower {buffer.lower}"
     if buffer.size <= 0:
         return f"size {buffer.size} is not positive"
-    for name in ("lower", "upper", "size", "offset"):
+    for name, most in (("lower", 62), ("upper", 62), ("size", 63), ("offset", 63)):
         number = getattr(buffer, name)
-        if number is not None and abs(number) > MOST_BYTES:
-            return f"{name} {number} is beyond 2**63"
+        if number is not None and abs(number) >= 2**most:
+            return f"{name} {number} is beyond 2**{most}"
     if period is not None and not 0 <= buffer.lower < period:
         return f"lower {buffer.lower} is outside the period 0..{period}"
     if buffer.offset is not None and buffer.offset < 0:
@@ -72,8 +72,6 @@ def find_flaw(buffer: Buffer, *, align: int = 1, period: int | None = None) -> s
         return f"offset {buffer.offset} is not a multiple of {align}"
     if buffer.lane not in (0, 1):
         return f"lane {buffer.lane} is neither 0 nor 1"
-    if buffer.lane and buffer.offset is not None:
-        return "a buffer of lane 1 cannot have a fixed offset: leave it open"
     return None
 
 
@@ -95,6 +93,10 @@ def copies(buffers: Iterable[Buffer], period: int) -> list[Buffer]:
         if count == 1:
             result.append(buffer)
             continue
+        if count > _MOST_COPIES:
+            raise BadInput(
+                f"buffer {buffer.name}: lives {count} periods of {period}: give the step's length"
+            )
         if buffer.offset is not None:
             raise BadInput(
                 f"buffer {buffer.name}: lives {buffer.upper - buffer.lower} moments of a period of "

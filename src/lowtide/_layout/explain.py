@@ -1,6 +1,5 @@
 """Why a capacity cannot be met: the fewest buffers that show it."""
 
-import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,26 +29,26 @@ def crowded(
 ) -> Conflict | None:
     """The smallest set of buffers alive at one moment that needs more than the capacity.
 
-    Buffers of another lane take their bytes at every moment, so the heaviest moment of each
-    lane counts together.
+    Buffers of different lanes never share bytes, so where no lane is too much for itself the
+    heaviest moment of one counts at every moment of the other.
     """
     if period is not None:
         buffers = copies(buffers, period)
-    peaks = [
-        _heaviest([b for b in buffers if b.lane != lane], align, period) for lane in (0, 1)
-    ]  # of the other lane
-    best: Conflict | None = None
-    for lane in (0, 1):
-        other = peaks[lane]
-        others = sum(rounded(b.size, align) for b in other)
-        own = [b for b in buffers if b.lane == lane]
-        found = _smallest(own, capacity - others, align, period)
-        if found is None:
-            continue
-        conflict = Conflict((*found.buffers, *other), None if other else found.moment)
-        if best is None or len(conflict.buffers) < len(best.buffers):
-            best = conflict
-    return best
+    spare = max((rounded(b.size, align) - b.size for b in buffers), default=0)
+    room = capacity + spare  # the topmost need not be rounded up
+    lanes = [[b for b in buffers if b.lane == lane] for lane in (0, 1)]
+    found = [_smallest(lane, room, align, period) for lane in lanes]
+    if found == [None, None] and all(lanes):
+        for own, other in (lanes, lanes[::-1]):
+            heaviest = _heaviest(other, align, period)
+            left = room - sum(rounded(b.size, align) for b in heaviest)
+            rest = _smallest(own, left, align, period)
+            if rest is not None:
+                found.append(Conflict((*rest.buffers, *heaviest), None))
+    if align > 1:  # the topmost may be one that rounds little: without any rounding, too
+        found.append(crowded(buffers, capacity, period=period))
+    conflicts = [conflict for conflict in found if conflict is not None]
+    return min(conflicts, key=lambda conflict: len(conflict.buffers), default=None)
 
 
 def tangled(
@@ -108,60 +107,72 @@ def _impossible(
 
 def _heaviest(buffers: Sequence[Buffer], align: int, period: int | None) -> list[Buffer]:
     """The buffers alive at the moment with the highest load."""
-    best: tuple[int, int] = (0, 0)
-    for moment, load in _loads(buffers, align, period):
+    load, best = 0, (0, 0)
+    for moment, starts, i in _events(buffers, period):
+        load += rounded(buffers[i].size, align) * (1 if starts else -1)
         best = max(best, (load, -moment))
-    return [b for b in buffers if _alive(b, -best[1], period)] if best[0] else []
+    return [b for b in buffers if _alive(b, -best[1], period)]
 
 
 def _smallest(
-    buffers: Sequence[Buffer], capacity: int, align: int, period: int | None
+    buffers: Sequence[Buffer], room: int, align: int, period: int | None
 ) -> Conflict | None:
-    """The fewest buffers alive at one moment that need more than the capacity."""
-    spare = max((rounded(b.size, align) - b.size for b in buffers), default=0)
-    room = capacity + spare  # the topmost need not be rounded up
-    sizes: list[int] = []  # of those alive, ascending
-    events = []
-    for buffer in buffers:
-        size = rounded(buffer.size, align)
-        for lower, upper in pieces(buffer, period):
-            events += [(lower, 1, size), (upper, 0, size)]
+    """The fewest buffers alive at one moment that need more than `room`."""
+    sizes = [rounded(b.size, align) for b in buffers]
+    alive = _Largest(sizes)
     best: tuple[int, int] | None = None  # how many, when
-    load = 0
-    for moment, starts, size in sorted(events):
-        if not starts:
-            load -= size
-            del sizes[bisect.bisect_left(sizes, size)]
-            continue
-        load += size
-        bisect.insort(sizes, size)
-        if load <= room:
-            continue
-        count = total = 0
-        while total <= room and (best is None or count < best[0]):
-            count += 1
-            total += sizes[-count]
-        if total > room and (best is None or count < best[0]):
-            best = (count, moment)
+    for moment, starts, i in _events(buffers, period):
+        alive.change(sizes[i], 1 if starts else -1)
+        if starts and alive.total > room:
+            count = alive.fewest_above(room)
+            if best is None or count < best[0]:
+                best = (count, moment)
     if best is None:
         return None
-    alive = [b for b in buffers if _alive(b, best[1], period)]
-    alive.sort(key=lambda b: (-rounded(b.size, align), b.lower))
-    return Conflict(tuple(alive[: best[0]]), best[1])
+    named = [b for b in buffers if _alive(b, best[1], period)]
+    named.sort(key=lambda b: (-rounded(b.size, align), b.lower))
+    return Conflict(tuple(named[: best[0]]), best[1])
 
 
-def _loads(buffers: Sequence[Buffer], align: int, period: int | None) -> list[tuple[int, int]]:
-    change: dict[int, int] = {}
-    for buffer in buffers:
+class _Largest:
+    """A multiset of sizes that knows how many of its largest exceed a sum: a Fenwick tree."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sorted(set(sizes), reverse=True)
+        self._place = {size: place for place, size in enumerate(self._sizes, start=1)}
+        self._sums = [(0, 0)] * (len(self._sizes) + 1)  # count, bytes
+        self.total = 0
+
+    def change(self, size: int, count: int) -> None:
+        self.total += size * count
+        place = self._place[size]
+        while place < len(self._sums):
+            number, total = self._sums[place]
+            self._sums[place] = (number + count, total + size * count)
+            place += place & -place
+
+    def fewest_above(self, room: int) -> int:
+        """How many of the largest it takes to exceed `room`; all of them must."""
+        if room < 0:
+            return 0
+        place = number = total = 0
+        step = 1 << len(self._sums).bit_length()
+        while step:
+            if place + step < len(self._sums) and total + self._sums[place + step][1] <= room:
+                place += step
+                number += self._sums[place][0]
+                total += self._sums[place][1]
+            step >>= 1
+        return number + (room - total) // self._sizes[place] + 1
+
+
+def _events(buffers: Sequence[Buffer], period: int | None) -> list[tuple[int, int, int]]:
+    """Moment, 0 ends or 1 starts, buffer; in order."""
+    events = []
+    for i, buffer in enumerate(buffers):
         for lower, upper in pieces(buffer, period):
-            change[lower] = change.get(lower, 0) + rounded(buffer.size, align)
-            change[upper] = change.get(upper, 0) - rounded(buffer.size, align)
-    load = 0
-    result = []
-    for moment in sorted(change):
-        load += change[moment]
-        result.append((moment, load))
-    return result
+            events += [(lower, 1, i), (upper, 0, i)]
+    return sorted(events)
 
 
 def _alive(buffer: Buffer, moment: int, period: int | None) -> bool:

@@ -8,6 +8,7 @@ forerunner, the one that was there before, was dropped: so it wraps round the en
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lowtide._ir import Trace, Value
 from lowtide._layout.buffers import Buffer
@@ -25,6 +26,7 @@ def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
     inherited: list[tuple[Value, Buffer]] = []  # there before, gone after
     left: list[tuple[Value, Buffer]] = []  # made here, there after
     for storage, versions in storages.items():
+        versions.sort(key=lambda value: value.version)
         first, last = min(v.first for v in versions), max(v.end for v in versions)
         if last <= first:
             continue
@@ -53,18 +55,31 @@ def _successions(
 ) -> list[Buffer]:
     """Pair what the step leaves with what it found: the same thing, one step earlier.
 
-    Same kind and size; by name where there is one, else in order. What has no partner keeps its
-    place to itself: it lives from the start of the step or to its end.
+    Of the same size; those of the same name first, the others in order, whatever their kind: what
+    an earlier step left behind looks like an input to the next. What has no partner keeps its
+    place to itself all along.
     """
-    waiting: dict[tuple[str, str, int], list[Buffer]] = defaultdict(list)
+    named: dict[tuple[str, int], list[Buffer]] = defaultdict(list)
     for value, buffer in inherited:
-        waiting[value.kind, value.name, buffer.size].append(buffer)
-    result = []
+        named[value.name, buffer.size].append(buffer)
+    heirs: list[tuple[Buffer, Buffer]] = []  # what is left, what was found
+    others = []
     for value, buffer in left:
-        partners = waiting[value.kind, value.name, buffer.size]
-        if partners:
-            forerunner = partners.pop(0)
-            result.append(Buffer(buffer.name, buffer.lower, period + forerunner.upper, buffer.size))
+        if value.name and named[value.name, buffer.size]:
+            heirs.append((buffer, named[value.name, buffer.size].pop(0)))
         else:
-            result.append(buffer)
-    return result + [buffer for partners in waiting.values() for buffer in partners]
+            others.append(buffer)
+    waiting: dict[int, list[Buffer]] = defaultdict(list)
+    for (_, size), buffers in named.items():
+        waiting[size] += buffers
+    alone = []
+    for buffer in others:
+        if waiting[buffer.size]:
+            heirs.append((buffer, waiting[buffer.size].pop(0)))
+        else:
+            alone.append(buffer)
+    alone += [buffer for buffers in waiting.values() for buffer in buffers]
+    return [
+        *(replace(new, upper=period + old.upper) for new, old in heirs),
+        *(replace(buffer, lower=0, upper=period) for buffer in alone),
+    ]

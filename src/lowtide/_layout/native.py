@@ -21,11 +21,8 @@ _PACKAGED = Path(__file__).with_name("layout.so")
 _ROOT = Path(__file__).parents[3]
 _SOURCES = _ROOT / "native" / "layout"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
-_REFUSALS = {
-    1: "the problem breaks a rule",
-    2: "two fixed buffers share bytes",
-    3: "there is not enough memory for the search",
-}
+_REFUSALS = {1: "the problem breaks a rule", 2: "two fixed buffers share bytes"}
+_NO_MEMORY = 3
 
 
 class NoNative(Exception):
@@ -112,8 +109,12 @@ def search(request: Request) -> Answer:
     status = library.lowtide_layout_pack(
         ctypes.byref(problem), ctypes.byref(budget), offsets, ctypes.byref(result)
     )
-    if status:
+    if status == _NO_MEMORY:
+        raise MemoryError("there is not enough memory for the layout search")
+    if status in _REFUSALS:
         raise ValueError(_REFUSALS[status])
+    if status:
+        raise AssertionError(f"the native layout search failed ({status})")
     return Answer(list(offsets), result.height, result.bound, result.nodes, bool(result.cut))
 
 

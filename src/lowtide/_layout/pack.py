@@ -1,5 +1,6 @@
 """Buffers -> a layout, by any of the methods, and what is known about how good it is."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class Packing:
     @property
     def ratio(self) -> float:
         """The height over the max load: 1.0 wastes nothing."""
-        return self.height / self.max_load
+        return self.height / self.max_load if self.max_load else 1.0
 
     @property
     def optimal(self) -> bool:
@@ -88,48 +89,66 @@ def pack(
         raise BadInput(f"capacity is {capacity}: give the bytes there are")
     if not 0 <= seed < 2**64:
         raise BadInput(f"seed is {seed}: give a whole number from 0 to 2**64 - 1")
+    if math.isnan(seconds):
+        raise BadInput("seconds is not a number: give the seconds it may take, or -1 for no limit")
     if period is not None:
         buffers = copies(buffers, period)
+        check_buffers(buffers, align=align, period=period)
 
     # Lane 1 lies above lane 0: they share no bytes, so each is packed for itself.
-    lanes = [lane for lane in ([b for b in buffers if b.lane == n] for n in (0, 1)) if lane]
-    floors = [load_bound(lane, align, period) for lane in lanes]
+    lanes = [[i for i, b in enumerate(buffers) if b.lane == lane] for lane in (0, 1)]
+    lanes = [lane for lane in lanes if lane]
+    loads = [load_bound([buffers[i] for i in lane], align, period) for lane in lanes]
     end = started + seconds if seconds >= 0 else None
-    base, notes, offsets = 0, [], dict[str, int]()
+    base = 0
+    offsets = [0] * len(buffers)
+    bounds, notes = [], []
     for number, lane in enumerate(lanes):
         left = -1.0 if end is None else max(0.0, end - time.perf_counter())
-        above = sum(floors[number + 1 :])
-        room = None if capacity is None else max(0, capacity - base - above)
-        task = _Task(lane, align, period, room, left, seed, -1 if nodes is None else nodes, threads)
-        places, floor, note = _METHODS[method](task)
-        clash = find_clash(lane, places, align=align, period=period)
-        assert clash is None, f"{method} made a layout that is none: {clash}"
-        offsets |= {buffer.name: base + at for buffer, at in zip(lane, places, strict=True)}
-        floors[number] = max(floor, floors[number])
-        base = rounded(max(offsets[buffer.name] + buffer.size for buffer in lane), align)
+        room = None if capacity is None else max(0, capacity - base - sum(loads[number + 1 :]))
+        own = [_above(buffers[i], base) for i in lane]
+        task = _Task(own, align, period, room, left, seed, -1 if nodes is None else nodes, threads)
+        places, bound, note = _METHODS[method](task)
+        for i, place in zip(lane, places, strict=True):
+            offsets[i] = base + place
+        bounds.append(max(bound, loads[number]))
+        base = rounded(max(offsets[i] + buffers[i].size for i in lane), align)
         notes.append(note)
-    placed = tuple(replace(buffer, offset=offsets[buffer.name]) for buffer in buffers)
+    clash = find_clash(buffers, offsets, align=align, period=period)
+    if clash is not None:
+        raise AssertionError(f"{method} made a layout that is none: {clash}")
+    fixed = [buffer.offset + buffer.size for buffer in buffers if buffer.offset is not None]
+    # What lies between fixed buffers might hold the other lane: then bounds do not add up.
+    bound = max([sum(loads), bounds[0], *fixed]) if fixed else sum(bounds)
     return Packing(
-        buffers=placed,
-        height=max((b.size + offsets[b.name] for b in placed), default=0),
+        buffers=tuple(replace(b, offset=at) for b, at in zip(buffers, offsets, strict=True)),
+        height=max((b.size + at for b, at in zip(buffers, offsets, strict=True)), default=0),
         max_load=max_load(buffers, period=period),
-        bound=sum(floors),
+        bound=bound,
         seconds=time.perf_counter() - started,
         method=method,
         note="; ".join(dict.fromkeys(filter(None, notes))),
     )
 
 
-def load_bound(buffers: Sequence[Buffer], align: int, period: int | None) -> int:
-    """No layout of one lane is lower: the bytes of a moment, rounded for all but the topmost.
+def _above(buffer: Buffer, base: int) -> Buffer:
+    """The buffer as its lane sees it, which begins at `base`."""
+    if buffer.offset is None or base == 0:
+        return buffer
+    if buffer.offset < base:
+        raise BadInput(
+            f"buffer {buffer.name}: fixed to {buffer.offset}, but lane 0 goes up to {base}: "
+            "fix it higher or leave offset open"
+        )
+    return replace(buffer, offset=buffer.offset - base)
 
-    And none is lower than a fixed buffer's end.
-    """
+
+def load_bound(buffers: Sequence[Buffer], align: int, period: int | None) -> int:
+    """No layout of one lane is lower: the bytes of a moment, rounded for all but the topmost."""
     full = [replace(buffer, size=rounded(buffer.size, align)) for buffer in buffers]
     spare = max((f.size - b.size for f, b in zip(full, buffers, strict=True)), default=0)
-    fixed = max((b.offset + b.size for b in buffers if b.offset is not None), default=0)
     load = max_load(buffers, period=period)
-    return max(load, max_load(full, period=period) - spare if spare else load, fixed)
+    return max(load, max_load(full, period=period) - spare) if spare else load
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +180,7 @@ def _reference(task: _Task) -> _Result:
 
 def _ask(engine: Callable[[Request], Answer], task: _Task) -> Answer:
     first = min(buffer.lower for buffer in task.buffers) if task.period is None else 0
-    goal = task.capacity or 0
+    goal = min(task.capacity or 0, 2**62)
     request = Request(
         lower=[buffer.lower - first for buffer in task.buffers],
         upper=[buffer.upper - first for buffer in task.buffers],

@@ -27,7 +27,7 @@ def height_of(problem: Problem, offsets: Sequence[int]) -> int:
 
 
 def fill_gaps(problem: Problem, order: Sequence[int], clock: Clock, offsets: list[int]) -> bool:
-    """Place those of `order` around what has an offset already; False when time ran out.
+    """Place those of `order` around what has an offset already; False when time ran out first.
 
     Each takes the smallest gap that holds it, the lowest of equal ones; else it goes on top.
     """
@@ -45,6 +45,17 @@ def fill_gaps(problem: Problem, order: Sequence[int], clock: Clock, offsets: lis
         offsets[i] = shelf.find(problem, i)
         shelf.insert(problem, i, offsets[i])
     return True
+
+
+def stack_up(problem: Problem, order: Sequence[int], offsets: list[int]) -> None:
+    """Place the rest of `order` on top of all they meet: quick, and wasteful."""
+    top: npt.NDArray[np.int64] = np.zeros(problem.sections, dtype=np.int64)
+    placed = [i for i, offset in enumerate(offsets) if offset >= 0]
+    for i in [*placed, *(i for i in order if offsets[i] < 0)]:
+        if offsets[i] < 0:
+            offsets[i] = max(int(top[b:e].max()) for b, e in problem.span[i] if e > b)
+        for begin, end in problem.span[i]:
+            np.maximum(top[begin:end], offsets[i] + problem.size[i], out=top[begin:end])
 
 
 class _Shelf:

@@ -9,6 +9,8 @@ import numpy.typing as npt
 Range = tuple[int, int]  # sections begin <= k < end; (0, 0) is none
 Span = tuple[Range, Range]  # body, and tail if it wraps round the end of the step
 NOTHING: Range = (0, 0)
+_PASSES = 16  # over the buffers, to find dominated ones
+_PAIRS = 100_000_000  # of open and fixed buffers a bound may look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,34 +118,42 @@ def parts(problem: Problem) -> list[list[int]]:
 
 def fixed_neighbours(problem: Problem) -> list[list[int]]:
     """For each open buffer the fixed ones it meets, by offset."""
-    pinned = sorted((f, i) for i, f in enumerate(problem.fixed) if f >= 0)
+    pinned = _pinned(problem)
     return [
-        [j for _, j in pinned if problem.meet(i, j)] if problem.fixed[i] < 0 else []
+        [j for j in pinned if problem.meet(i, j)] if problem.fixed[i] < 0 else []
         for i in range(problem.count)
     ]
 
 
-def settle(problem: Problem, fixed_of: list[list[int]], i: int, at: int) -> int:
-    """The lowest offset >= `at` where buffer i clears every fixed buffer it meets."""
-    for j in fixed_of[i]:
+def settle(problem: Problem, pinned: Sequence[int], i: int, at: int) -> int:
+    """The lowest offset >= `at` where i clears `pinned`, by offset, as far as it meets them."""
+    for j in pinned:
         if problem.fixed[j] >= at + problem.size[i]:
             break
-        at = max(at, problem.fixed[j] + problem.size[j])
+        if problem.meet(i, j):
+            at = max(at, problem.fixed[j] + problem.size[j])
     return at
 
 
 def lower_bound(problem: Problem) -> int:
     """No layout is lower: with fixed buffers, what cannot go under them has to go above."""
-    fixed_of = fixed_neighbours(problem)
+    pinned = _pinned(problem)
+    highest = max([0, *problem.load, *(problem.fixed[i] + problem.size[i] for i in pinned)])
+    if not pinned or len(pinned) * problem.count > _PAIRS:
+        return highest
     starts = [
-        (fixed if fixed >= 0 else settle(problem, fixed_of, i, 0), i)
+        (fixed if fixed >= 0 else settle(problem, pinned, i, 0), i)
         for i, fixed in enumerate(problem.fixed)
     ]
     top: npt.NDArray[np.int64] = np.zeros(problem.sections, dtype=np.int64)
     for offset, i in sorted(starts):
         for begin, end in problem.span[i]:
             top[begin:end] = np.maximum(top[begin:end], offset) + problem.size[i]
-    return int(top.max()) if problem.sections else 0
+    return max(highest, int(top.max()))
+
+
+def _pinned(problem: Problem) -> list[int]:
+    return [i for _, i in sorted((f, i) for i, f in enumerate(problem.fixed) if f >= 0)]
 
 
 def dominated(problem: Problem, capacity: int) -> list[int]:
@@ -153,7 +163,9 @@ def dominated(problem: Problem, capacity: int) -> list[int]:
     """
     out: dict[int, None] = {}
     before = -1
-    while before != len(out):
+    for _ in range(_PASSES):
+        if before == len(out):
+            break
         before = len(out)
         # what begins before a section, and what ends at it or before: bytes and pieces
         begun = np.zeros((problem.sections + 1, 2), dtype=np.int64)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lowtide._layout.native import Answer, Request
 from lowtide._layout.reference.clock import Clock
-from lowtide._layout.reference.greedy import ORDERS, fill_gaps, height_of, order_by
+from lowtide._layout.reference.greedy import ORDERS, fill_gaps, height_of, order_by, stack_up
 from lowtide._layout.reference.problem import (
     Problem,
     compress,
@@ -57,8 +57,9 @@ def search(request: Request) -> Answer:
     def spent() -> bool:
         return clock.out() or 0 <= request.nodes <= nodes
 
+    target = max(tally()[0], goal)
     for part in all_parts:
-        part.first_layout(max(tally()[0], goal), clock)
+        part.first_layout(target, clock)
     bound, height = tally()
     nodes = sum(part.nodes for part in all_parts)
     while height > max(bound, goal) and not spent():
@@ -268,9 +269,11 @@ class _Part:
                 return
             self.nodes += self._problem.count
             offsets = list(self._problem.fixed)
-            # the first pass is never cut: some layout is owed
-            patience = clock if self.best else Clock(-1)
-            if fill_gaps(self._problem, order_by(self._problem, keys), patience, offsets):
+            order = order_by(self._problem, keys)
+            if fill_gaps(self._problem, order, clock, offsets):
+                self._keep(offsets)
+            elif not self.best:  # some layout is owed
+                stack_up(self._problem, order, offsets)
                 self._keep(offsets)
 
     def round(

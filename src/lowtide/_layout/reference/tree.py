@@ -49,19 +49,17 @@ class Tree:
         self.kills = [0] * len(self.kills)
         self.nodes = 0
         items = sorted(
-            (f if f >= 0 else settle(self._problem, self._fixed_of, i, 0), rank[i], i)
+            (f if f >= 0 else settle(self._problem, self._fixed_of[i], i, 0), rank[i], i)
             for i, f in enumerate(self._problem.fixed)
         )
         if not self._look_ahead(items):
             return Outcome.IMPOSSIBLE
-        deepest = sys.getrecursionlimit()
-        sys.setrecursionlimit(deepest + 3 * len(items))
+        # three calls a buffer; never lowered again, another thread may be as deep
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), 3 * len(items) + 1000))
         try:
             return Outcome.SOLVED if self._groups(items, (-1, -1)) else Outcome.IMPOSSIBLE
         except _Spent:
             return Outcome.SPENT
-        finally:
-            sys.setrecursionlimit(deepest)
 
     def _groups(self, items: list[Item], floor: tuple[int, int]) -> bool:
         """Solve what falls into groups that never meet group by group, smallest first."""
@@ -106,7 +104,7 @@ class Tree:
             if offset < base:
                 if problem.fixed[i] >= 0:
                     return None
-                rest.append((settle(problem, self._fixed_of, i, base), rank, i))
+                rest.append((settle(problem, self._fixed_of[i], i, base), rank, i))
             else:
                 rest.append((offset, rank, i))
         return sorted(rest)
