@@ -1,7 +1,11 @@
 #include "greedy.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <map>
+#include <set>
+#include <utility>
 
 namespace lowtide {
 namespace {
@@ -101,41 +105,49 @@ class Shelves {
   std::vector<Level> levels_;  // coarse to fine
 };
 
-// How high each section is filled: ranges are raised, and asked for their highest.
-class Skyline {
+// Free memory without an upper end, by offset and by size.
+class Holes {
  public:
-  explicit Skyline(int32_t sections) {
-    while (leaves_ < sections) leaves_ *= 2;
-    highest_.assign(2 * leaves_, 0);
-    raised_.assign(2 * leaves_, 0);
+  Holes() { add(0, std::numeric_limits<int64_t>::max()); }
+
+  // The smallest hole that holds `size`, the lowest of equal ones.
+  int64_t take(int64_t size) {
+    const auto [length, offset] = *by_size_.lower_bound({size, 0});
+    const int64_t end = offset + length;
+    remove(offset, end);
+    if (offset + size < end) add(offset + size, end);
+    return offset;
   }
 
-  int64_t highest(Range range) const { return ask(1, 0, leaves_, range); }
-  void raise(Range range, int64_t top) { raise(1, 0, leaves_, range, top); }
+  void give_back(int64_t offset, int64_t size) {
+    int64_t end = offset + size;
+    const auto above = by_offset_.lower_bound(offset);  // there is one: the last is endless
+    const bool joins = above->first == end;
+    if (above != by_offset_.begin() && std::prev(above)->second == offset) {
+      const auto [begin, middle] = *std::prev(above);
+      remove(begin, middle);
+      offset = begin;
+    }
+    if (joins) {
+      const int64_t begin = end;
+      end = by_offset_.find(begin)->second;
+      remove(begin, end);
+    }
+    add(offset, end);
+  }
 
  private:
-  int64_t ask(int32_t node, int32_t begin, int32_t end, Range range) const {
-    if (range.end <= begin || end <= range.begin) return 0;
-    if (range.begin <= begin && end <= range.end) return highest_[node];
-    const int32_t middle = (begin + end) / 2;
-    return std::max({raised_[node], ask(2 * node, begin, middle, range),
-                     ask(2 * node + 1, middle, end, range)});
+  void add(int64_t offset, int64_t end) {
+    by_offset_.emplace(offset, end);
+    by_size_.emplace(end - offset, offset);
   }
-  void raise(int32_t node, int32_t begin, int32_t end, Range range, int64_t top) {
-    if (range.end <= begin || end <= range.begin) return;
-    highest_[node] = std::max(highest_[node], top);
-    if (range.begin <= begin && end <= range.end) {
-      raised_[node] = std::max(raised_[node], top);
-      return;
-    }
-    const int32_t middle = (begin + end) / 2;
-    raise(2 * node, begin, middle, range, top);
-    raise(2 * node + 1, middle, end, range, top);
+  void remove(int64_t offset, int64_t end) {
+    by_offset_.erase(offset);
+    by_size_.erase({end - offset, offset});
   }
 
-  int32_t leaves_ = 1;
-  std::vector<int64_t> highest_;  // in the node's sections, as raised at it or below
-  std::vector<int64_t> raised_;   // all of the node's sections
+  std::map<int64_t, int64_t> by_offset_;
+  std::set<std::pair<int64_t, int64_t>> by_size_;
 };
 
 int64_t height_of(const Problem &problem, const std::vector<int64_t> &offset) {
@@ -179,21 +191,22 @@ bool fill_gaps(const Problem &problem, const std::vector<int32_t> &order, Fit fi
   return true;
 }
 
-void stack_up(const Problem &problem, const std::vector<int32_t> &order, Layout &layout) {
-  Skyline skyline(problem.sections());
-  auto raise = [&](int32_t i) {
-    for (Range range : {problem.span[i].body, problem.span[i].tail})
-      skyline.raise(range, layout.offset[i] + problem.size[i]);
-  };
-  for (int32_t i = 0; i < problem.count(); ++i)
-    if (layout.offset[i] >= 0) raise(i);
-  for (int32_t i : order) {
-    if (layout.offset[i] >= 0) continue;
-    const Span &span = problem.span[i];
-    layout.offset[i] = std::max(skyline.highest(span.body), skyline.highest(span.tail));
-    raise(i);
+Layout allocate_in_time(const Problem &problem, bool backwards) {
+  Layout layout{std::vector<int64_t>(problem.count(), -1), 0};
+  const int32_t last = problem.sections();
+  std::vector<std::vector<int32_t>> starts(last + 1), ends(last + 1);
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    const Range body = problem.span[i].body;
+    starts[backwards ? last - body.end : body.begin].push_back(i);
+    ends[backwards ? last - body.begin : body.end].push_back(i);
+  }
+  Holes holes;
+  for (int32_t k = 0; k < last; ++k) {
+    for (int32_t i : ends[k]) holes.give_back(layout.offset[i], problem.size[i]);
+    for (int32_t i : starts[k]) layout.offset[i] = holes.take(problem.size[i]);
   }
   layout.height = height_of(problem, layout.offset);
+  return layout;
 }
 
 }  // namespace lowtide

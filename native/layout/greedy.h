@@ -21,12 +21,13 @@ inline constexpr const char *kOrders[] = {"TWS", "TSW", "SWT", "WST"};
 std::vector<int32_t> order_by(const Problem &problem, const char *keys);
 
 // Places the buffers of `order` around those that `layout` already holds
-// (offset >= 0).  False when the clock ran out before the end: then it holds
-// some more.
+// (offset >= 0).  False when the clock ran out before the end.
 bool fill_gaps(const Problem &problem, const std::vector<int32_t> &order, Fit fit,
                const Clock &clock, Layout &layout);
 
-// Places the rest of `order` on top of all they meet: quick, and wasteful.
-void stack_up(const Problem &problem, const std::vector<int32_t> &order, Layout &layout);
+// What an allocator does that knows nothing of the future, or, backwards, of the
+// past: each buffer, when it starts, takes the smallest hole.  Quick; for problems
+// where nothing is fixed and nothing wraps.
+Layout allocate_in_time(const Problem &problem, bool backwards);
 
 }  // namespace lowtide

@@ -256,17 +256,20 @@ class Part {
   int64_t nodes() const { return nodes_; }
 
   void first_layout(int64_t goal, const Clock &clock) {
+    if (!problem_.has_fixed && !problem_.wraps)
+      for (bool backwards : {false, true}) {
+        if (best_.height && best_.height <= goal) return;
+        nodes_ += problem_.count();
+        keep(allocate_in_time(problem_, backwards));
+      }
     for (const char *keys : kOrders) {
       if (best_.height && (best_.height <= goal || clock.out())) return;
       nodes_ += problem_.count();
       Layout layout{problem_.fixed, 0};
-      const auto order = order_by(problem_, keys);
-      if (fill_gaps(problem_, order, Fit::kBest, clock, layout)) {
+      const Clock endless(-1);  // some layout is owed
+      if (fill_gaps(problem_, order_by(problem_, keys), Fit::kBest, best_.height ? clock : endless,
+                    layout))
         keep(std::move(layout));
-      } else if (best_.height == 0) {  // some layout is owed
-        stack_up(problem_, order, layout);
-        keep(std::move(layout));
-      }
     }
   }
 

@@ -314,6 +314,10 @@ def test_a_crowded_moment_is_named_by_its_fewest_buffers() -> None:
     assert conflict is not None
     assert {b.name for b in conflict.buffers} == {"x", "y"} and conflict.moment == 5
     assert crowded(buffers, 18) is None
+    wraps = [Buffer("grad", 8, 13, 10), Buffer("early", 1, 3, 4), Buffer("late", 3, 8, 9)]
+    conflict = crowded(wraps, 13, period=10)
+    assert conflict is not None and conflict.moment == 1
+    assert {b.name for b in conflict.buffers} == {"grad", "early"}
     lanes = [Buffer("a", 0, 1, 6), Buffer("b", 5, 6, 6, lane=1)]
     conflict = crowded(lanes, 11)
     assert conflict is not None and {b.name for b in conflict.buffers} == {"a", "b"}

@@ -145,10 +145,12 @@ def _above(buffer: Buffer, base: int) -> Buffer:
 
 def load_bound(buffers: Sequence[Buffer], align: int, period: int | None) -> int:
     """No layout of one lane is lower: the bytes of a moment, rounded for all but the topmost."""
+    load = max_load(buffers, period=period)
+    if align == 1:
+        return load
     full = [replace(buffer, size=rounded(buffer.size, align)) for buffer in buffers]
     spare = max((f.size - b.size for f, b in zip(full, buffers, strict=True)), default=0)
-    load = max_load(buffers, period=period)
-    return max(load, max_load(full, period=period) - spare) if spare else load
+    return max(load, max_load(full, period=period) - spare)
 
 
 @dataclass(frozen=True, slots=True)

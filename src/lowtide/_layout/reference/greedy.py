@@ -1,5 +1,6 @@
 """One pass: the buffers in some order, each into a gap. Mirrors native/layout/greedy.cc."""
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,15 +48,37 @@ def fill_gaps(problem: Problem, order: Sequence[int], clock: Clock, offsets: lis
     return True
 
 
-def stack_up(problem: Problem, order: Sequence[int], offsets: list[int]) -> None:
-    """Place the rest of `order` on top of all they meet: quick, and wasteful."""
-    top: npt.NDArray[np.int64] = np.zeros(problem.sections, dtype=np.int64)
-    placed = [i for i, offset in enumerate(offsets) if offset >= 0]
-    for i in [*placed, *(i for i in order if offsets[i] < 0)]:
-        if offsets[i] < 0:
-            offsets[i] = max(int(top[b:e].max()) for b, e in problem.span[i] if e > b)
-        for begin, end in problem.span[i]:
-            np.maximum(top[begin:end], offsets[i] + problem.size[i], out=top[begin:end])
+def allocate_in_time(problem: Problem, *, backwards: bool) -> list[int]:
+    """What an allocator does that knows nothing of the future, or, backwards, of the past.
+
+    Each buffer, when it starts, takes the smallest hole, the lowest of equal ones. For problems
+    where nothing is fixed and nothing wraps.
+    """
+    last = problem.sections
+    starts: list[list[int]] = [[] for _ in range(last + 1)]
+    ends: list[list[int]] = [[] for _ in range(last + 1)]
+    for i, ((begin, end), _) in enumerate(problem.span):
+        starts[last - end if backwards else begin].append(i)
+        ends[last - begin if backwards else end].append(i)
+    offsets = [-1] * problem.count
+    top = 2**63 - 1
+    holes = [(0, top)]  # offset, end; by offset
+    for k in range(last):
+        for i in ends[k]:
+            at = bisect.bisect_left(holes, (offsets[i], 0))
+            begin, end = offsets[i], offsets[i] + problem.size[i]
+            above = holes[at][0] == end
+            below = at > 0 and holes[at - 1][1] == begin
+            joined = (holes[at - 1][0] if below else begin, holes[at][1] if above else end)
+            holes[at - below : at + above] = [joined]
+        for i in starts[k]:
+            fitting = [(end - at, at) for at, end in holes if end - at >= problem.size[i]]
+            length, at = min(fitting)
+            place = bisect.bisect_left(holes, (at, 0))
+            rest = (at + problem.size[i], at + length)
+            holes[place : place + 1] = [rest] if rest[0] < rest[1] else []
+            offsets[i] = at
+    return offsets
 
 
 class _Shelf:

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 
 from lowtide._layout.native import Answer, Request
 from lowtide._layout.reference.clock import Clock
-from lowtide._layout.reference.greedy import ORDERS, fill_gaps, height_of, order_by, stack_up
+from lowtide._layout.reference.greedy import (
+    ORDERS,
+    allocate_in_time,
+    fill_gaps,
+    height_of,
+    order_by,
+)
 from lowtide._layout.reference.problem import (
     Problem,
     compress,
@@ -264,16 +270,19 @@ class _Part:
         self._ease, self._waited = 1, 0
 
     def first_layout(self, goal: int, clock: Clock) -> None:
+        if not self._problem.wraps and max(self._problem.fixed) < 0:
+            for backwards in (False, True):
+                if self.best and self.height <= goal:
+                    return
+                self.nodes += self._problem.count
+                self._keep(allocate_in_time(self._problem, backwards=backwards))
         for keys in ORDERS:
             if self.best and (self.height <= goal or clock.out()):
                 return
             self.nodes += self._problem.count
             offsets = list(self._problem.fixed)
-            order = order_by(self._problem, keys)
-            if fill_gaps(self._problem, order, clock, offsets):
-                self._keep(offsets)
-            elif not self.best:  # some layout is owed
-                stack_up(self._problem, order, offsets)
+            patience = clock if self.best else Clock(-1)  # some layout is owed
+            if fill_gaps(self._problem, order_by(self._problem, keys), patience, offsets):
                 self._keep(offsets)
 
     def round(
