@@ -205,7 +205,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
         rows = [m for m in results["random"] if m["shape"] == shape]
         counts = [m["buffers"] for m in rows]
         cost = [1e6 * m["first"]["seconds"] / m["buffers"] for m in rows]
-        axes.loglog(counts, cost, "o-", color=colour, label=f"lives of {lives[shape]}")
+        axes.semilogx(counts, cost, "o-", color=colour, label=f"lives of {lives[shape]}")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("buffers")
     axes.set_ylabel("µs per buffer, to the first layout")
     axes.grid(visible=True, which="both", alpha=0.2)
