@@ -285,7 +285,7 @@ def test_fixed_buffers_stay_and_raise_the_bound() -> None:
     ("buffer", "complaint"),
     [
         (Buffer("a", 0, 1, 2**63), "buffer a: size 9223372036854775808 is beyond 2\\*\\*63"),
-        (Buffer("a", 0, 1, 2**62), "add up to 4611686018427387904 bytes and offsets"),
+        (Buffer("a", 0, 1, 2**63 - 1, offset=1), "add up to 9223372036854775807 bytes and offsets"),
         (Buffer("a", 0, 2**64, 4), "buffer a: upper 18446744073709551616 is beyond"),
         (Buffer("a", 0, 1, 4, offset=-1), "buffer a: offset -1 is negative"),
         (Buffer("a", 3, 3, 4), "buffer a: upper 3 is not above lower 3"),
@@ -300,6 +300,13 @@ def test_sizes_up_to_the_limit_are_packed() -> None:
     large = 2**60
     packing = pack([Buffer("a", -5, 1, large), Buffer("b", 0, 2, large + 1)])
     assert packing.height == 2 * large + 1 and packing.optimal
+    for method in (Method.SEARCH, Method.REFERENCE, Method.SMARTPOOL):
+        packing = pack([Buffer("a", 0, 1, 2**63 - 1)], method=method)
+        assert packing.height == 2**63 - 1 and packing.optimal
+        halves = [Buffer("a", 0, 2, 2**62 - 2), Buffer("b", 1, 3, 2**62 - 2)]
+        assert pack(halves, method=method).height == 2**63 - 4
+    with pytest.raises(BadInput, match="more than 2\\*\\*62 units"):
+        pack([Buffer("a", 0, 2, 2**62 - 2), Buffer("b", 1, 3, 2**62 - 1)])
 
 
 def test_no_buffers_need_no_bytes() -> None:

@@ -2,6 +2,10 @@
 
 import csv
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -218,6 +222,26 @@ def test_what_has_no_partner_keeps_its_place_all_along() -> None:
     buffers, period = step_buffers(step)
     lives = sorted((b.size, b.lower, b.upper) for b in buffers)
     assert lives == [(8, 0, period), (16, 0, 2), (32, 0, period)]
+
+
+def test_a_bare_checkout_builds_on_first_use_or_says_why_not(example: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    for folder in ("src", "native"):
+        shutil.copytree(root / folder, tmp_path / folder)
+    command = [sys.executable, "-W", "error", "-m", "lowtide", "pack", str(example), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "CXX": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["height"] == 12
+    assert done.stderr == (
+        "lowtide: the search ran in Python, slower than native: "
+        "false could not build the native search: no message\n"
+    )
+    del environment["CXX"]
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and json.loads(done.stdout)["height"] == 12
+        assert done.stderr == ""
+    assert len(list((tmp_path / ".cache" / "native").iterdir())) == 1
 
 
 def test_the_picture_in_characters() -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from lowtide._errors import BadInput
 
-MOST = 2**63 - 1  # what an integer of the native search can hold
 _MOST_COPIES = 1000
 
 
@@ -47,9 +46,9 @@ def check_buffers(buffers: Sequence[Buffer], *, align: int = 1, period: int | No
             raise BadInput(f"buffer {buffer.name}: id {buffer.name!r} was used before")
         seen.add(buffer.name)
     total = sum(rounded(buffer.size, align) for buffer in buffers)
-    if total + max((buffer.offset or 0 for buffer in buffers), default=0) > MOST // 2:
+    if total + max((buffer.offset or 0 for buffer in buffers), default=0) >= 2**63:
         raise BadInput(
-            f"the buffers add up to {total} bytes and offsets are counted up to 2**62: "
+            f"the buffers add up to {total} bytes and offsets are counted up to 2**63: "
             "give fewer or smaller ones"
         )
 

@@ -4,10 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide._layout import native
 from lowtide._layout.buffers import Buffer, copies, pieces, rounded
-from lowtide._layout.native import NoNative, Request
-from lowtide._layout.reference.search import search as reference_search
+from lowtide._layout.engine import search
 
 _NODES = 20_000  # what proving one subset may cost
 
@@ -85,24 +83,8 @@ def _impossible(
     left = end - time.monotonic()
     if left <= 0:
         return False
-    first = 0 if period is not None else min(b.lower for b in buffers)
-    request = Request(
-        lower=[b.lower - first for b in buffers],
-        upper=[b.upper - first for b in buffers],
-        size=[b.size for b in buffers],
-        fixed=[-1 if b.offset is None else b.offset for b in buffers],
-        period=period or 0,
-        align=align,
-        goal=capacity,
-        nodes=_NODES,
-        seconds=left,
-    )
-    try:
-        answer = native.search(request)
-    except NoNative:
-        answer = reference_search(request)
-    spare = max(rounded(b.size, align) - b.size for b in buffers)
-    return answer.bound - spare > capacity
+    found = search(buffers, align=align, period=period, goal=capacity, nodes=_NODES, seconds=left)
+    return found.bound > capacity
 
 
 def _heaviest(buffers: Sequence[Buffer], align: int, period: int | None) -> list[Buffer]:

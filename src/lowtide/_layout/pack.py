@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lowtide._errors import BadInput
-from lowtide._layout import native
 from lowtide._layout.buffers import (
     Buffer,
     check_buffers,
@@ -16,8 +15,9 @@ from lowtide._layout.buffers import (
     rounded,
 )
 from lowtide._layout.check import find_clash
+from lowtide._layout.engine import fixed_clash, search
 from lowtide._layout.exact import exact
-from lowtide._layout.native import Answer, NoNative, Request
+from lowtide._layout.native import Answer, Request
 from lowtide._layout.reference.search import search as reference_search
 from lowtide._layout.smartpool import Fit, smartpool
 
@@ -169,64 +169,44 @@ _Result = tuple[list[int], int, str]  # offsets, a lower bound of the height or 
 
 
 def _search(task: _Task) -> _Result:
-    try:
-        return _bounded(task, _ask(native.search, task), "")
-    except NoNative as error:
-        note = f"the search ran in Python, slower than native: {error}"
-        return _bounded(task, _ask(reference_search, task), note)
+    return _found(task, None)
 
 
 def _reference(task: _Task) -> _Result:
-    return _bounded(task, _ask(reference_search, task), "")
+    return _found(task, reference_search)
 
 
-def _ask(engine: Callable[[Request], Answer], task: _Task) -> Answer:
-    first = min(buffer.lower for buffer in task.buffers) if task.period is None else 0
-    goal = min(task.capacity or 0, 2**62)
-    request = Request(
-        lower=[buffer.lower - first for buffer in task.buffers],
-        upper=[buffer.upper - first for buffer in task.buffers],
-        size=[buffer.size for buffer in task.buffers],
-        fixed=[-1 if buffer.offset is None else buffer.offset for buffer in task.buffers],
-        period=task.period or 0,
+def _found(task: _Task, engine: Callable[[Request], Answer] | None) -> _Result:
+    found = search(
+        task.buffers,
         align=task.align,
-        goal=goal,
+        period=task.period,
+        goal=task.capacity or 0,
         seed=task.seed,
         nodes=task.nodes,
         seconds=task.seconds,
         threads=task.threads,
+        engine=engine,
     )
-    try:
-        return engine(request)
-    except ValueError as error:
-        raise BadInput(f"no layout: {_clash_of(task) or error}") from error
+    return found.offsets, found.bound, found.note
 
 
-def _bounded(task: _Task, answer: Answer, note: str) -> _Result:
-    # The engines count aligned ends: their bound holds for true ends less the last rounding.
-    spare = max(rounded(b.size, task.align) - b.size for b in task.buffers)
-    return answer.offsets, answer.bound - spare, note
-
-
-def _clash_of(task: _Task) -> str | None:
-    fixed = [buffer for buffer in task.buffers if buffer.offset is not None]
-    return find_clash(fixed, [b.offset or 0 for b in fixed], period=task.period)
+def _refuse_clash(task: _Task) -> None:
+    clash = fixed_clash(task.buffers, task.period)
+    if clash is not None:
+        raise BadInput(f"no layout: {clash}")
 
 
 def _smartpool(fit: Fit) -> Callable[[_Task], _Result]:
     def run(task: _Task) -> _Result:
-        clash = _clash_of(task)
-        if clash is not None:
-            raise BadInput(f"no layout: {clash}")
+        _refuse_clash(task)
         return smartpool(task.buffers, fit, align=task.align, period=task.period), 0, ""
 
     return run
 
 
 def _exact(task: _Task) -> _Result:
-    clash = _clash_of(task)
-    if clash is not None:
-        raise BadInput(f"no layout: {clash}")
+    _refuse_clash(task)
     seconds = task.seconds if task.seconds >= 0 else 1e6
     found = exact(
         task.buffers, align=task.align, period=task.period, seconds=seconds, seed=task.seed
