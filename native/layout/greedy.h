@@ -13,8 +13,13 @@ struct Layout {
 
 enum class Fit { kBest, kFirst };
 
-// The orders a pass may take, by descending key; see order_by.
-inline constexpr const char *kOrders[] = {"TWS", "TSW", "SWT", "WST"};
+// The passes worth making: an order, see order_by, and a way to choose the gap.
+struct Pass {
+  const char *keys;
+  Fit fit;
+};
+inline constexpr Pass kPasses[] = {{"TWS", Fit::kBest}, {"TSW", Fit::kBest}, {"SWT", Fit::kBest},
+                                   {"WST", Fit::kBest}, {"SWT", Fit::kFirst}};
 
 // Keys: T the heaviest load the buffer takes part in, W its width in sections,
 // S its size.  Ties go to the earlier and then to the one listed first.

@@ -262,13 +262,13 @@ class Part {
         nodes_ += problem_.count();
         keep(allocate_in_time(problem_, backwards));
       }
-    for (const char *keys : kOrders) {
+    for (const Pass &pass : kPasses) {
       if (best_.height && (best_.height <= goal || clock.out())) return;
       nodes_ += problem_.count();
       Layout layout{problem_.fixed, 0};
       const Clock endless(-1);  // some layout is owed
-      if (fill_gaps(problem_, order_by(problem_, keys), Fit::kBest, best_.height ? clock : endless,
-                    layout))
+      if (fill_gaps(problem_, order_by(problem_, pass.keys), pass.fit,
+                    best_.height ? clock : endless, layout))
         keep(std::move(layout));
     }
   }
@@ -356,7 +356,7 @@ class Part {
     std::vector<char> taken(problem_.count(), 0);
     for (int32_t i : core_.ids) taken[i] = 1;
     for (int32_t i : easy_) taken[i] = 1;
-    rest_ = order_by(problem_, kOrders[0]);
+    rest_ = order_by(problem_, kPasses[0].keys);
     rest_.erase(std::remove_if(rest_.begin(), rest_.end(), [&](int32_t i) { return taken[i]; }),
                 rest_.end());
     rest_.insert(rest_.end(), easy_.begin(), easy_.end());

@@ -8,8 +8,16 @@ import numpy.typing as npt
 
 from lowtide._layout.reference.clock import Clock
 from lowtide._layout.reference.problem import Problem
+from lowtide._layout.smartpool import Fit
 
-ORDERS = ("TWS", "TSW", "SWT", "WST")
+# the passes worth making: an order, and the way to choose a gap
+PASSES = (
+    ("TWS", Fit.BEST),
+    ("TSW", Fit.BEST),
+    ("SWT", Fit.BEST),
+    ("WST", Fit.BEST),
+    ("SWT", Fit.FIRST),
+)
 
 
 def order_by(problem: Problem, keys: str) -> list[int]:
@@ -27,10 +35,13 @@ def height_of(problem: Problem, offsets: Sequence[int]) -> int:
     return max(offset + size for offset, size in zip(offsets, problem.size, strict=True))
 
 
-def fill_gaps(problem: Problem, order: Sequence[int], clock: Clock, offsets: list[int]) -> bool:
+def fill_gaps(
+    problem: Problem, order: Sequence[int], fit: Fit, clock: Clock, offsets: list[int]
+) -> bool:
     """Place those of `order` around what has an offset already; False when time ran out first.
 
-    Each takes the smallest gap that holds it, the lowest of equal ones; else it goes on top.
+    Each takes the smallest gap that holds it, the lowest of equal ones, or by first fit the lowest
+    that holds it; else it goes on top.
     """
     shelf = _Shelf(2 * problem.count)
     for i, offset in enumerate(offsets):
@@ -43,7 +54,7 @@ def fill_gaps(problem: Problem, order: Sequence[int], clock: Clock, offsets: lis
         done += 1
         if done % 64 == 0 and clock.out():
             return False
-        offsets[i] = shelf.find(problem, i)
+        offsets[i] = shelf.find(problem, i, fit)
         shelf.insert(problem, i, offsets[i])
     return True
 
@@ -98,7 +109,7 @@ class _Shelf:
             rows[:, at] = offset, offset + problem.size[i], begin, end
             self._count += 1
 
-    def find(self, problem: Problem, i: int) -> int:
+    def find(self, problem: Problem, i: int, fit: Fit) -> int:
         rows = self._rows[:, : self._count]
         meets = np.zeros(self._count, dtype=bool)
         for begin, end in problem.span[i]:
@@ -109,4 +120,5 @@ class _Shelf:
         holding = np.flatnonzero(gaps >= problem.size[i])
         if not len(holding):
             return int(floors[-1])
-        return int(floors[holding[np.argmin(gaps[holding])]])
+        chosen = 0 if fit is Fit.FIRST else np.argmin(gaps[holding])
+        return int(floors[holding[chosen]])

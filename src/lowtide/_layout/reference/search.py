@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lowtide._layout.native import Answer, Request
 from lowtide._layout.reference.clock import Clock
 from lowtide._layout.reference.greedy import (
-    ORDERS,
+    PASSES,
     allocate_in_time,
     fill_gaps,
     height_of,
@@ -25,6 +25,7 @@ from lowtide._layout.reference.problem import (
     restrict_to,
 )
 from lowtide._layout.reference.tree import Outcome, Tree
+from lowtide._layout.smartpool import Fit
 
 _AGENTS = 4
 _BACKTRACKS = 500  # placements an attempt may waste
@@ -197,7 +198,7 @@ class _Agent:
         for i, offset in zip(core.ids, self.tree.offsets, strict=True):
             offsets[i] = offset
         self.nodes += len(rest)
-        if not fill_gaps(problem, rest, clock, offsets):
+        if not fill_gaps(problem, rest, Fit.BEST, clock, offsets):
             self.outcome = Outcome.SPENT
             return
         self.homeless = [i for i in rest if offsets[i] + problem.size[i] > self.capacity]
@@ -218,7 +219,7 @@ class _Agent:
         self.attempts += 1
         self.nodes = problem.count
         offsets = list(problem.fixed)
-        if fill_gaps(problem, _descending(score), clock, offsets):
+        if fill_gaps(problem, _descending(score), Fit.BEST, clock, offsets):
             self.layout = offsets
 
     def _rank(self, core: Problem, tree: Tree) -> list[int]:
@@ -276,13 +277,13 @@ class _Part:
                     return
                 self.nodes += self._problem.count
                 self._keep(allocate_in_time(self._problem, backwards=backwards))
-        for keys in ORDERS:
+        for keys, fit in PASSES:
             if self.best and (self.height <= goal or clock.out()):
                 return
             self.nodes += self._problem.count
             offsets = list(self._problem.fixed)
             patience = clock if self.best else Clock(-1)  # some layout is owed
-            if fill_gaps(self._problem, order_by(self._problem, keys), patience, offsets):
+            if fill_gaps(self._problem, order_by(self._problem, keys), fit, patience, offsets):
                 self._keep(offsets)
 
     def round(
@@ -351,7 +352,7 @@ class _Part:
         watched = [k for k, load in enumerate(problem.load) if load >= (self._from or 0)]
         self._core = _Core(ids, problem, watched)
         taken = {*ids, *self._easy}
-        self._rest = [i for i in order_by(self._problem, ORDERS[0]) if i not in taken]
+        self._rest = [i for i in order_by(self._problem, PASSES[0][0]) if i not in taken]
         self._rest += self._easy
         if ids:
             for agent in self._agents:
