@@ -1,17 +1,19 @@
-"""The command line. Each command's docstring is its help."""
+"""The command line. Each command's docstring is its help.
+
+What takes long to import (torch, numpy, rich), and what only one command needs, is imported there.
+"""
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
-from rich.console import Console
 
 from lowtide import __version__
-from lowtide._analyze.summary import Summary, summarize
 from lowtide._check import find_flaw
 from lowtide._errors import BadInput, LowtideError
 from lowtide._files import check_writable, write_whole
@@ -21,16 +23,13 @@ from lowtide._layout.explain import Conflict, crowded, tangled
 from lowtide._layout.from_trace import step_buffers
 from lowtide._layout.pack import Method, Packing, pack
 from lowtide._layout.table import is_layout, read_buffers, write_buffers
-from lowtide._report.html import render_timeline
-from lowtide._report.layout_html import render_layout
 from lowtide._report.layout_text import MOST_BUFFERS, draw_layout
-from lowtide._report.terminal import render_summary
 from lowtide._trace.digest import digest
 from lowtide._trace.file import load_trace, save_trace
-from lowtide._trace.import_csv import import_csv
-from lowtide._trace.import_dtr import import_dtr
-from lowtide._trace.import_snapshot import import_snapshot
 from lowtide._units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide._analyze.summary import Summary
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -77,7 +76,7 @@ def trace_command(
     A step ends where an optimizer steps; loops without an optimizer are recognised by their
     repeating ops. The script is ended as soon as the step is recorded.
     """
-    from lowtide._trace.script import trace_script  # needs torch; the other commands do not
+    from lowtide._trace.script import trace_script
 
     check_writable(output, force=force)
     place = output.absolute()  # the script may change directory
@@ -95,6 +94,9 @@ def trace_command(
 @_force
 def report(trace: Path, output: Path | None, force: bool) -> None:
     """Show what a recorded step holds in memory, and when: a table, and a page to look at."""
+    from lowtide._analyze.summary import summarize
+    from lowtide._report.html import render_timeline
+
     if output is not None:
         check_writable(output, force=force)
     step = load_trace(trace)
@@ -116,6 +118,8 @@ def import_group() -> None:
 @_force
 def import_dtr_command(file: Path, output: Path, force: bool) -> None:
     """An operator log of DTR: JSON lines, gzipped or not."""
+    from lowtide._trace.import_dtr import import_dtr
+
     check_writable(output, force=force)
     _finish(import_dtr(file), output, output)
 
@@ -127,6 +131,8 @@ def import_dtr_command(file: Path, output: Path, force: bool) -> None:
 @click.option("--whole", is_flag=True, help="Keep the whole history, not one iteration of it.")
 def import_snapshot_command(file: Path, output: Path, force: bool, whole: bool) -> None:
     """A PyTorch CUDA memory snapshot, as torch.cuda.memory._dump_snapshot writes it."""
+    from lowtide._trace.import_snapshot import import_snapshot
+
     check_writable(output, force=force)
     _finish(import_snapshot(file, whole=whole), output, output)
 
@@ -137,6 +143,8 @@ def import_snapshot_command(file: Path, output: Path, force: bool, whole: bool) 
 @_force
 def import_csv_command(file: Path, output: Path, force: bool) -> None:
     """Buffers in minimalloc's format: id,lower,upper,size."""
+    from lowtide._trace.import_csv import import_csv
+
     check_writable(output, force=force)
     _finish(import_csv(file), output, output)
 
@@ -214,6 +222,8 @@ def pack_command(
     if output is not None:
         write_whole(output, write_buffers(packing.buffers))
     if picture is not None:
+        from lowtide._report.layout_html import render_layout
+
         write_whole(picture, render_layout(packing, problem.name, period=period).encode())
     if as_json:
         keys = ("height", "max_load", "ratio", "seconds", "optimal", "method")
@@ -241,9 +251,9 @@ def _read_problem(path: Path, period: int | None) -> tuple[list[Buffer], int | N
 
 
 def _show(packing: Packing, period: int | None) -> None:
-    console = Console()
     if len(packing.buffers) <= MOST_BUFFERS:
-        for line in draw_layout(packing.buffers, width=min(console.width, 100), period=period):
+        width = min(shutil.get_terminal_size().columns, 100)
+        for line in draw_layout(packing.buffers, width=width, period=period):
             click.echo(line)
     proved = ", proved lowest" if packing.optimal else ""
     click.echo(
@@ -281,6 +291,8 @@ def _cannot(
 
 def _finish(trace: Trace, place: Path, output: Path) -> None:
     """Show and write `trace`, in this order: what cannot be shown is not written."""
+    from lowtide._analyze.summary import summarize
+
     flaw = find_flaw(trace)
     if flaw is not None:
         raise BadInput(f"{output} not written: the trace cannot be true ({flaw})")
@@ -290,6 +302,10 @@ def _finish(trace: Trace, place: Path, output: Path) -> None:
     click.echo(f"wrote {output} (digest {digest(trace)[:12]})")
 
 
-def _print(summary: Summary) -> None:
+def _print(summary: "Summary") -> None:
+    from rich.console import Console
+
+    from lowtide._report.terminal import render_summary
+
     console = Console()
     console.print(render_summary(summary, console.width))

@@ -10,7 +10,7 @@ from layouts import Problem, brute_clash, moments, problems, tight_problems
 
 from lowtide import BadInput, Buffer, pack
 from lowtide._layout import native
-from lowtide._layout.buffers import copies, max_load
+from lowtide._layout.buffers import Fit, copies, max_load
 from lowtide._layout.check import find_clash
 from lowtide._layout.exact import exact
 from lowtide._layout.explain import crowded, tangled
@@ -18,7 +18,7 @@ from lowtide._layout.native import NoNative, Request
 from lowtide._layout.pack import Method, Packing, load_bound
 from lowtide._layout.reference.problem import compress, dominated
 from lowtide._layout.reference.search import search as reference_search
-from lowtide._layout.smartpool import Fit, smartpool
+from lowtide._layout.smartpool import smartpool
 
 pytest.importorskip("ortools", reason="the exact method is an extra")
 

@@ -8,6 +8,7 @@ its lives in consecutive steps overlap.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from lowtide._errors import BadInput
 
@@ -28,6 +29,13 @@ class Buffer:
     size: int
     offset: int | None = None
     lane: int = 0
+
+
+class Fit(StrEnum):
+    """Which of the gaps that hold a buffer it takes."""
+
+    BEST = "best"
+    FIRST = "first"
 
 
 def check_buffers(buffers: Sequence[Buffer], *, align: int = 1, period: int | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Buffers -> the search, native where it can be, and its answer in bytes."""
+"""Buffers -> the search, native where it can be, and its answer in bytes.
+
+What needs numpy is imported when it is asked for: that takes longer than most layouts.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +12,6 @@ from lowtide._layout import native
 from lowtide._layout.buffers import Buffer, rounded
 from lowtide._layout.check import find_clash
 from lowtide._layout.native import Answer, NoNative, Request
-from lowtide._layout.reference.search import search as reference_search
 
 _MOST_UNITS = 2**62
 
@@ -65,6 +67,8 @@ def search(
     try:
         answer = (engine or native.search)(request)
     except NoNative as error:
+        from lowtide._layout.reference.search import search as reference_search
+
         note = f"the search ran in Python, slower than native: {error}"
         answer = reference_search(request)
     spare = max(size - b.size for size, b in zip(sizes, buffers, strict=True))

@@ -9,6 +9,7 @@ from enum import StrEnum
 from lowtide._errors import BadInput
 from lowtide._layout.buffers import (
     Buffer,
+    Fit,
     check_buffers,
     copies,
     max_load,
@@ -18,8 +19,6 @@ from lowtide._layout.check import find_clash
 from lowtide._layout.engine import fixed_clash, search
 from lowtide._layout.exact import exact
 from lowtide._layout.native import Answer, Request
-from lowtide._layout.reference.search import search as reference_search
-from lowtide._layout.smartpool import Fit, smartpool
 
 
 class Method(StrEnum):
@@ -173,6 +172,8 @@ def _search(task: _Task) -> _Result:
 
 
 def _reference(task: _Task) -> _Result:
+    from lowtide._layout.reference.search import search as reference_search
+
     return _found(task, reference_search)
 
 
@@ -197,12 +198,15 @@ def _refuse_clash(task: _Task) -> None:
         raise BadInput(f"no layout: {clash}")
 
 
-def _smartpool(fit: Fit) -> Callable[[_Task], _Result]:
-    def run(task: _Task) -> _Result:
-        _refuse_clash(task)
-        return smartpool(task.buffers, fit, align=task.align, period=task.period), 0, ""
+def _smartpool(task: _Task, fit: Fit = Fit.BEST) -> _Result:
+    from lowtide._layout.smartpool import smartpool
 
-    return run
+    _refuse_clash(task)
+    return smartpool(task.buffers, fit, align=task.align, period=task.period), 0, ""
+
+
+def _smartpool_first(task: _Task) -> _Result:
+    return _smartpool(task, Fit.FIRST)
 
 
 def _exact(task: _Task) -> _Result:
@@ -212,15 +216,15 @@ def _exact(task: _Task) -> _Result:
         task.buffers, align=task.align, period=task.period, seconds=seconds, seed=task.seed
     )
     if found.offsets is None:
-        places = smartpool(task.buffers, Fit.FIRST, align=task.align, period=task.period)
-        return places, 0, "the exact method found nothing in the time: this is smartpool's layout"
+        note = "the exact method found nothing in the time: this is smartpool's layout"
+        return _smartpool(task, Fit.FIRST)[0], 0, note
     return found.offsets, found.bound, ""
 
 
 _METHODS: dict[Method, Callable[[_Task], _Result]] = {
     Method.SEARCH: _search,
-    Method.SMARTPOOL: _smartpool(Fit.BEST),
-    Method.SMARTPOOL_FIRST: _smartpool(Fit.FIRST),
+    Method.SMARTPOOL: _smartpool,
+    Method.SMARTPOOL_FIRST: _smartpool_first,
     Method.EXACT: _exact,
     Method.REFERENCE: _reference,
 }

@@ -7,19 +7,11 @@ does it goes above the last. Best fit never looks at the gap below the first ran
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide._layout.buffers import Buffer, pieces, rounded
-
-
-class Fit(StrEnum):
-    """Which of the gaps that hold a buffer it takes."""
-
-    BEST = "best"
-    FIRST = "first"
+from lowtide._layout.buffers import Buffer, Fit, pieces, rounded
 
 
 def smartpool(

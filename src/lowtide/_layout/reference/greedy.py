@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lowtide._layout.buffers import Fit
 from lowtide._layout.reference.clock import Clock
 from lowtide._layout.reference.problem import Problem
-from lowtide._layout.smartpool import Fit
 
 # the passes worth making: an order, and the way to choose a gap
 PASSES = (

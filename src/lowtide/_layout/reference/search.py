@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lowtide._layout.buffers import Fit
 from lowtide._layout.native import Answer, Request
 from lowtide._layout.reference.clock import Clock
 from lowtide._layout.reference.greedy import (
@@ -25,7 +26,6 @@ from lowtide._layout.reference.problem import (
     restrict_to,
 )
 from lowtide._layout.reference.tree import Outcome, Tree
-from lowtide._layout.smartpool import Fit
 
 _AGENTS = 4
 _BACKTRACKS = 500  # placements an attempt may waste
