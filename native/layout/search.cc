@@ -1,87 +1,21 @@
 #include "search.h"
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <limits>
-#include <memory>
 #include <system_error>
 #include <thread>
 
-#include "tree.h"
+#include "agent.h"
 
 namespace lowtide {
 namespace {
 
 constexpr int32_t kAgents = 4;
-constexpr int64_t kBacktracks = 500;       // placements an attempt may waste
-constexpr int64_t kWork = 300'000'000;     // look-ahead steps a straight dive may take
-constexpr int32_t kCore = 3000;            // buffers in a tree, whose memory grows by their square,
-constexpr int32_t kGrown = 4000;           // and in one that has grown
-constexpr double kDecay = 0.8, kLesson = 30.0, kNoise = 0.2;
-constexpr int32_t kPatience = 4;           // failed leaps before a shorter one
-constexpr int32_t kStep = 5;               // a step closes a 2^kStep-th of the gap
-
-struct Random {  // splitmix64
-  uint64_t state;
-  double next() {
-    uint64_t z = state += 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1p-53;
-  }
-};
-
-// The buffers that decide: those of the heaviest sections, as many sections as
-// a straight dive can afford to look ahead at.
-struct Core {
-  std::vector<int32_t> ids;
-  Problem problem;
-  std::vector<int32_t> watched;
-};
-
-bool affordable(const Problem &problem, const std::vector<char> &easy, int64_t from,
-                std::vector<int32_t> &ids) {
-  std::vector<int32_t> before(problem.sections() + 1, 0);
-  for (int32_t k = 0; k < problem.sections(); ++k)
-    before[k + 1] = before[k] + (problem.load[k] >= from);
-  ids.clear();
-  int64_t steps = 0;
-  for (int32_t i = 0; i < problem.count(); ++i) {
-    if (problem.fixed[i] < 0 && (easy[i] || problem.peak[i] < from)) continue;
-    const Span &span = problem.span[i];
-    steps += before[span.body.end] - before[span.body.begin] + before[span.tail.end];
-    ids.push_back(i);
-  }
-  const int64_t count = static_cast<int64_t>(ids.size());
-  return count <= kCore && count * steps / 2 <= kWork;
-}
-
-// The lowest load from which sections can be watched.
-int64_t threshold(const Problem &problem, const std::vector<char> &easy) {
-  std::vector<int64_t> loads = problem.load;
-  std::sort(loads.begin(), loads.end());
-  loads.erase(std::unique(loads.begin(), loads.end()), loads.end());
-  std::vector<int32_t> scratch;
-  size_t low = 0, high = loads.size();  // the first affordable one
-  while (low < high) {
-    const size_t middle = (low + high) / 2;
-    if (affordable(problem, easy, loads[middle], scratch))
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low < loads.size() ? loads[low] : std::numeric_limits<int64_t>::max();
-}
-
-Core make_core(const Problem &problem, std::vector<int32_t> ids, int64_t from) {
-  Core core;
-  core.problem = restrict_to(problem, ids);
-  core.ids = std::move(ids);
-  for (int32_t k = 0; k < core.problem.sections(); ++k)
-    if (core.problem.load[k] >= from) core.watched.push_back(k);
-  return core;
-}
+constexpr int64_t kBacktracks = 500;  // placements an attempt may waste
+constexpr size_t kGrown = 4000;       // buffers in a core that has grown
+constexpr int32_t kPatience = 4;      // failed leaps before a shorter one
+constexpr int32_t kStep = 5;          // a step closes a 2^kStep-th of the gap
 
 // 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: mostly short attempts, now and then one that
 // is long enough to get to the end of a tree and prove that there is nothing in it.
@@ -95,119 +29,6 @@ int64_t luby(int64_t round) {  // counted from 1
   }
   return (size + 1) / 2;
 }
-
-// One line of attempts: a way to rank buffers, and what its failures taught it.
-struct Agent {
-  int32_t kind;
-  Random random;
-  std::unique_ptr<Tree> tree;
-  std::vector<double> lessons[2];  // a weight per watched section: at the goal, and modest
-  int64_t attempts = 0;
-
-  // of the last attempt:
-  Outcome outcome = Outcome::kSpent;
-  int64_t capacity = 0, nodes = 0;
-  bool modest = false;
-  Layout layout;                   // complete, or height 0
-  std::vector<int32_t> homeless;   // buffers outside the core that ended above the capacity
-
-  void meet_core(const Core &core) {
-    tree = std::make_unique<Tree>(core.problem, core.watched);
-    std::vector<double> weight;
-    int64_t heaviest = 1;
-    for (int32_t k : core.watched) heaviest = std::max(heaviest, core.problem.load[k]);
-    for (int32_t k : core.watched)
-      weight.push_back(static_cast<double>(core.problem.load[k]) / static_cast<double>(heaviest));
-    lessons[0] = lessons[1] = weight;
-  }
-
-  double noise() { return 1.0 + (attempts ? kNoise * random.next() : 0.0); }
-
-  static std::vector<int32_t> sorted(const std::vector<double> &score) {
-    std::vector<int32_t> order(score.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t x, int32_t y) { return score[x] > score[y]; });
-    return order;
-  }
-
-  std::vector<int32_t> rank(const Problem &core) {
-    const std::vector<double> &weight = lessons[modest];
-    std::vector<double> sum(weight.size() + 1, 0.0);
-    for (size_t k = 0; k < weight.size(); ++k) sum[k + 1] = sum[k] + weight[k];
-    std::vector<double> score(core.count());
-    for (int32_t i = 0; i < core.count(); ++i) {
-      const Span &view = tree->view(i);
-      double total = 0.0, heaviest = 0.0;
-      for (Range range : {view.body, view.tail}) {
-        total += sum[range.end] - sum[range.begin];
-        if (kind < 2)
-          for (int32_t k = range.begin; k < range.end; ++k) heaviest = std::max(heaviest, weight[k]);
-      }
-      const double width = static_cast<double>(core.width(i));
-      const double size = static_cast<double>(core.size[i]);
-      score[i] = kind == 0   ? heaviest * width
-                 : kind == 1 ? heaviest * width * size
-                 : kind == 2 ? total
-                             : total * std::sqrt(size);
-      score[i] *= noise();
-    }
-    const std::vector<int32_t> order = sorted(score);
-    std::vector<int32_t> result(order.size());
-    for (size_t x = 0; x < order.size(); ++x) result[order[x]] = static_cast<int32_t>(x);
-    return result;
-  }
-
-  void learn() {
-    std::vector<double> &weight = lessons[modest];
-    double total = 0.0;
-    for (int64_t kills : tree->kills()) total += static_cast<double>(kills);
-    for (size_t k = 0; k < weight.size(); ++k)
-      weight[k] = weight[k] * kDecay +
-                  static_cast<double>(tree->kills()[k]) / std::max(total, 1.0) * kLesson;
-  }
-
-  // With a core: solve it at the capacity, then fill the rest around it.
-  void attempt(const Problem &problem, const Core &core, const std::vector<int32_t> &rest,
-               int64_t limit, const Clock &clock, const std::atomic<bool> &stop) {
-    layout = {};
-    homeless.clear();
-    outcome = tree->run(rank(core.problem), capacity, limit, clock, stop);
-    nodes = tree->nodes();
-    ++attempts;
-    if (outcome == Outcome::kSpent) learn();
-    if (outcome != Outcome::kSolved) return;
-    Layout found{std::vector<int64_t>(problem.count(), -1), 0};
-    for (size_t x = 0; x < core.ids.size(); ++x) found.offset[core.ids[x]] = tree->offset()[x];
-    nodes += static_cast<int64_t>(rest.size());
-    if (!fill_gaps(problem, rest, Fit::kBest, clock, found)) {
-      outcome = Outcome::kSpent;
-      return;
-    }
-    for (int32_t i : rest)
-      if (found.offset[i] + problem.size[i] > capacity) homeless.push_back(i);
-    layout = std::move(found);
-  }
-
-  // Without one (too many buffers alive at once): shaken greedy passes.
-  void shake(const Problem &problem, const Clock &clock) {
-    layout = {};
-    homeless.clear();
-    outcome = Outcome::kSpent;
-    std::vector<double> score(problem.count());
-    for (int32_t i = 0; i < problem.count(); ++i) {
-      const double width = static_cast<double>(problem.width(i));
-      const double size = static_cast<double>(problem.size[i]);
-      const double peak = static_cast<double>(problem.peak[i]);
-      score[i] = (kind == 0 ? width : kind == 1 ? size : kind == 2 ? peak : width * peak) *
-                 (1.0 + kNoise * random.next());
-    }
-    ++attempts;
-    nodes = problem.count();
-    Layout found{problem.fixed, 0};
-    if (fill_gaps(problem, sorted(score), Fit::kBest, clock, found)) layout = std::move(found);
-  }
-};
 
 // Runs agent(i) for each; once one calls `won`, those after it need not finish.
 template <typename Work>

@@ -1,5 +1,6 @@
-"""The whole search: greedy passes, then rounds of attempts that learn. Mirrors search.cc.
+"""The whole search: greedy passes, then rounds of attempts that learn.
 
+Mirrors core.cc, agent.cc and search.cc of native/layout.
 The numbers below are the native ones; with the same seed and node budget both give one answer.
 """
 
