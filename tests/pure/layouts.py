@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from lowtide import Buffer
+from lowtide import Buffer, Packing, pack
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,23 @@ def brute_clash(problem: Problem, buffers: Sequence[Buffer], offsets: Sequence[i
             if bytes_ and (together or buffer.lane != other.lane):
                 return True
     return False
+
+
+# Seven buffers with at most 6 bytes alive that need 7, whatever their order.
+TANGLE = Problem(
+    [
+        Buffer("a", 1, 2, 3),
+        Buffer("b", 1, 5, 3),
+        Buffer("c", 3, 6, 2),
+        Buffer("d", 4, 7, 1),
+        Buffer("e", 5, 8, 2),
+        Buffer("f", 6, 9, 3),
+        Buffer("g", 8, 9, 3),
+    ]
+)
+
+
+def run(problem: Problem, nodes: int = 3000, seed: int = 0, **options: object) -> Packing:
+    """A packing that depends on nothing but its arguments."""
+    arguments = {"align": problem.align, "period": problem.period, **options}
+    return pack(problem.buffers, seconds=-1, nodes=nodes, seed=seed, **arguments)  # type: ignore[arg-type]
