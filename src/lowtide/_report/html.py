@@ -1,6 +1,5 @@
 """Trace and summary -> one self-contained page: memory over the step. Opens offline."""
 
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +10,10 @@ import numpy as np
 from lowtide._analyze.load import load_by_kind, load_curve
 from lowtide._analyze.summary import Summary
 from lowtide._ir import Kind, Trace
+from lowtide._report.page import render_page
 from lowtide._units import format_bytes, format_seconds
 
-_TEMPLATE = Path(__file__).with_name("timeline.html")
+_PART = Path(__file__).with_name("timeline.html")
 _BUCKETS = 1200  # more columns than a chart has pixels show nothing more
 
 
@@ -69,8 +69,7 @@ def render_timeline(trace: Trace, summary: Summary) -> str:
             for holding in summary.largest
         ],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return _TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
+    return render_page(_PART, data)
 
 
 def _columns(load: "np.typing.NDArray[np.int64]") -> Sequence[int]:

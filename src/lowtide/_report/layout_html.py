@@ -1,13 +1,13 @@
 """A layout -> one self-contained page: time across, address up. Opens offline."""
 
-import json
 from pathlib import Path
 
 from lowtide._layout.buffers import pieces
 from lowtide._layout.pack import Packing
+from lowtide._report.page import render_page
 from lowtide._units import format_bytes, format_seconds
 
-_TEMPLATE = Path(__file__).with_name("layout.html")
+_PART = Path(__file__).with_name("layout.html")
 
 
 def render_layout(packing: Packing, title: str, *, period: int | None = None) -> str:
@@ -43,5 +43,4 @@ def render_layout(packing: Packing, title: str, *, period: int | None = None) ->
         "rows": rows,
         "load": curve,
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return _TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
+    return render_page(_PART, data)
