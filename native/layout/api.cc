@@ -57,7 +57,6 @@ int32_t pack(const lowtide_layout_problem &in, const lowtide_layout_budget &budg
   out.height = found.layout.height * unit;
   out.bound = found.bound * unit;
   out.nodes = found.nodes;
-  out.cut = clock.out() && found.layout.height > std::max(found.bound, in.goal / unit);
   return LOWTIDE_LAYOUT_OK;
 }
 

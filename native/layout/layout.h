@@ -38,7 +38,6 @@ typedef struct {
   int64_t height;   // of the layout, counted to the aligned end of its highest buffer
   int64_t bound;    // no layout is lower than this
   int64_t nodes;    // placements tried
-  int32_t cut;      // 1 when the clock ended the search
 } lowtide_layout_result;
 
 enum {

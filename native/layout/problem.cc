@@ -123,7 +123,7 @@ Problem restrict_to(const Problem &problem, const std::vector<int32_t> &ids) {
 }
 
 std::vector<std::vector<int32_t>> parts(const Problem &problem) {
-  // cut[k]: how many buffers live on both sides of the border before section k
+  // A border between sections that no buffer lives across parts the problem.
   const int32_t n = problem.count();
   std::vector<int32_t> change(problem.sections() + 1, 0);
   auto cross = [&](Range range) {

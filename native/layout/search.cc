@@ -30,7 +30,7 @@ int64_t luby(int64_t round) {  // counted from 1
   return (size + 1) / 2;
 }
 
-// Runs agent(i) for each; once one calls `won`, those after it need not finish.
+// Runs work(i) for each agent; once it returns true, those after need not finish.
 template <typename Work>
 void run_agents(int32_t threads, Work work) {
   std::atomic<bool> stop[kAgents];
@@ -97,14 +97,15 @@ class Part {
   // A round of attempts at the goal, or a modest one: something better soon, half
   // of the agents trying a leap, half a step.  Modest rounds go on while they
   // succeed, else they alternate.
-  void round(int64_t goal, bool only_goal, const Budget &budget, int64_t nodes_left, const Clock &clock) {
+  void round(int64_t goal, bool only_goal, const Budget &budget, int64_t nodes_left,
+             const Clock &clock) {
     if (agents_.empty()) prepare(goal, budget.seed);
     const bool has_core = !core_.ids.empty();
-    const int64_t limit = std::min<int64_t>(
-        static_cast<int64_t>(core_.ids.size()) + kBacktracks * luby(++rounds_),
-        nodes_left < 0 ? std::numeric_limits<int64_t>::max() : std::max<int64_t>(nodes_left / kAgents, 1));
+    int64_t limit = static_cast<int64_t>(core_.ids.size()) + kBacktracks * luby(++rounds_);
+    if (nodes_left >= 0) limit = std::min(limit, std::max<int64_t>(nodes_left / kAgents, 1));
     const int64_t gap = best_.height - goal;
-    const int64_t leap = std::max<int64_t>(1, gap >> ease_), step = std::max<int64_t>(1, gap >> kStep);
+    const int64_t leap = std::max<int64_t>(1, gap >> ease_);
+    const int64_t step = std::max<int64_t>(1, gap >> kStep);
     for (int32_t index = 0; index < kAgents; ++index) {
       const bool leaps = (rounds_ + index) % 2 == 0;
       agents_[index].capacity = modest_ ? best_.height - (leaps ? leap : step) : goal;
@@ -234,7 +235,8 @@ Found search(const Problem &problem, int64_t goal, const Budget &budget, const C
   while (found.layout.height > target && !spent()) {
     for (Part &part : all) {
       if (part.height() <= target || spent()) continue;
-      part.round(target, goal >= found.bound, budget, budget.nodes < 0 ? -1 : budget.nodes - found.nodes, clock);
+      const int64_t left = budget.nodes < 0 ? -1 : budget.nodes - found.nodes;
+      part.round(target, goal >= found.bound, budget, left, clock);
       target = tally();
     }
   }

@@ -32,7 +32,6 @@ class Tree {
   const std::vector<int64_t> &offset() const { return offset_; }
   const std::vector<int64_t> &kills() const { return kills_; }  // per watched section
   int64_t nodes() const { return nodes_; }
-  int32_t watched() const { return static_cast<int32_t>(kills_.size()); }
   const Span &view(int32_t i) const { return view_[i]; }  // over the watched sections
 
  private:

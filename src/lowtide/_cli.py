@@ -199,8 +199,8 @@ def pack_command(
     if capacity is not None and capacity < 0:
         raise BadInput(f"--capacity is {capacity}: give the bytes there are")
     buffers, period = _read_problem(problem, period)
-    check_buffers(buffers, align=align, period=period)
     if capacity is not None:
+        check_buffers(buffers, align=align, period=period)
         conflict = crowded(buffers, capacity, align=align, period=period)
         if conflict is not None:
             _cannot(capacity, conflict, align=align)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide._errors import BadInput
-from lowtide._layout.buffers import Buffer, pieces
+from lowtide._layout.buffers import Buffer, pieces, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ def exact(
     """Minimise the height with one integer for each offset and no two rectangles overlapping."""
     cp_model = _solver()
     model = cp_model.CpModel()
-    most = sum(-(-buffer.size // align) for buffer in buffers) * align
-    most = max([most + (buffer.offset or 0) for buffer in buffers])
+    most = sum(rounded(buffer.size, align) for buffer in buffers)
+    most += max(buffer.offset or 0 for buffer in buffers)
     if capacity is not None:
         most = min(most, capacity)
     height = model.new_int_var(0, most, "height")

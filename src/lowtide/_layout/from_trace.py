@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lowtide._ir import Trace, Value
-from lowtide._layout.buffers import Buffer
+from lowtide._layout.buffers import Buffer, rounded
 
 
 def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
@@ -30,7 +30,7 @@ def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
         first, last = min(v.first for v in versions), max(v.end for v in versions)
         if last <= first:
             continue
-        size = -(-max(v.bytes for v in versions) // grain) * grain
+        size = rounded(max(v.bytes for v in versions), grain)
         name = next((f"{storage}:{v.name}" for v in versions if v.name), str(storage))
         buffer = Buffer(name, first, last, size)
         before, after = any(v.before for v in versions), any(v.after for v in versions)
@@ -43,7 +43,7 @@ def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
     buffers = whole + _successions(inherited, left, period)
     for i, op in enumerate(trace.ops):
         if op.workspace_bytes > 0:
-            size = -(-op.workspace_bytes // grain) * grain
+            size = rounded(op.workspace_bytes, grain)
             buffers.append(Buffer(f"workspace:{i}", i, i + 1, size))
     return sorted(buffers, key=lambda b: (b.lower, b.upper, b.name)), period
 

@@ -54,7 +54,6 @@ class Answer:
     height: int  # to the aligned end of the highest buffer
     bound: int  # no layout is lower
     nodes: int
-    cut: bool  # the clock ended it
 
 
 class _Problem(ctypes.Structure):
@@ -84,7 +83,6 @@ class _Result(ctypes.Structure):
         ("height", ctypes.c_int64),
         ("bound", ctypes.c_int64),
         ("nodes", ctypes.c_int64),
-        ("cut", ctypes.c_int32),
     ]
 
 
@@ -115,7 +113,7 @@ def search(request: Request) -> Answer:
         raise ValueError(_REFUSALS[status])
     if status:
         raise AssertionError(f"the native layout search failed ({status})")
-    return Answer(list(offsets), result.height, result.bound, result.nodes, bool(result.cut))
+    return Answer(list(offsets), result.height, result.bound, result.nodes)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def pack(
     capacity: int | None = None,
     align: int = 1,
     period: int | None = None,
-    seconds: float = 10.0,
+    seconds: float = 5.0,
     seed: int = 0,
     nodes: int | None = None,
     threads: int = 0,

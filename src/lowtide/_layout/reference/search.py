@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lowtide._layout.buffers import Fit
+from lowtide._layout.buffers import Fit, rounded
 from lowtide._layout.native import Answer, Request
 from lowtide._layout.reference.clock import Clock
 from lowtide._layout.reference.greedy import (
@@ -42,7 +42,7 @@ def search(request: Request) -> Answer:
     """What `native.search` does, in Python and on one thread."""
     clock = Clock(request.seconds)
     align = request.align
-    size = [-(-size // align) * align for size in request.size]
+    size = [rounded(size, align) for size in request.size]
     unit = math.gcd(align if align > 1 else 0, *size, *(f for f in request.fixed if f > 0)) or 1
     lives = []
     for lower, upper in zip(request.lower, request.upper, strict=True):
@@ -81,8 +81,7 @@ def search(request: Request) -> Answer:
     for part in all_parts:
         for i, offset in zip(part.ids, part.best, strict=True):
             offsets[i] = offset * unit
-    cut = clock.out() and height > max(bound, goal)
-    return Answer(offsets, height * unit, min(bound, height) * unit, nodes, cut)
+    return Answer(offsets, height * unit, min(bound, height) * unit, nodes)
 
 
 def _refuse_clashes(problem: Problem) -> None:
