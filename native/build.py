@@ -1,6 +1,7 @@
-"""Compiles the native code into the wheel; without a compiler the wheel is pure Python.
+"""Native code into the wheel: the layout search compiled, the allocator as sources.
 
-An editable install needs nothing from here: a checkout builds on first use.
+Without a compiler the wheel is pure Python. The allocator is built against the torch that is
+installed, when it is first used. An editable install needs nothing from here.
 """
 
 import importlib.util
@@ -16,17 +17,20 @@ ROOT = Path(__file__).parents[1]
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
-    """Adds the layout search to a wheel."""
+    """Adds native code to a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, or say why not and go on."""
         if version == "editable":
             return
-        native = _load(ROOT / "src" / "lowtide" / "_layout" / "native.py")
+        for path in sorted((ROOT / "native" / "allocator").rglob("*.[ch]*")):
+            place = path.relative_to(ROOT / "native")
+            build_data["force_include"][str(path)] = f"lowtide/_native_sources/{place}"
+        native = _load(ROOT / "src" / "lowtide" / "_native.py")
         self._folder = tempfile.TemporaryDirectory()
         library = Path(self._folder.name) / "layout.so"
         try:
-            native.build(library)
+            native.build(native.LAYOUT, library)
         except native.NoNative as error:
             self.app.display_warning(f"lowtide is built without its native search: {error}")
             return

@@ -12,19 +12,22 @@ PACKAGE = ROOT / "src" / "lowtide"
 
 # Each may import from those above it and from itself, never from below.
 LAYERS = [
-    {"_units", "_errors", "_ir"},
-    {"_check", "_files"},
+    {"_units", "_errors", "_ir", "_native"},
+    {"_check", "_files", "_script"},
     {"_analyze"},
     {"_layout"},
     {"_trace"},
     {"_report"},
+    {"_runtime"},
     {"__init__"},
     {"_cli"},
     {"__main__"},
 ]
 
-# The recorder is all that touches torch; planning runs anywhere.
+# The recorder and the runtime are all that touches torch; planning runs anywhere.
 USES_TORCH = {
+    f"_runtime/{name}.py" for name in ["cuda", "fit", "marks", "storages", "torch_build"]
+} | {
     f"_trace/{name}.py"
     for name in [
         "api",
@@ -41,6 +44,9 @@ USES_TORCH = {
         "workspace",
     ]
 }
+
+# What the package loads when it is first asked for.
+LAZY = {"lowtide._trace.api.trace", "lowtide._runtime.fit", "lowtide._runtime.fit.fit"}
 
 
 def _imports(path: Path) -> set[str]:
@@ -66,12 +72,12 @@ def test_imports_go_one_way() -> None:
             if name.startswith("lowtide."):
                 there = name.split(".")[1]
                 there = there if there in level else "__init__"
-                lazy = here == "__init__" and name == "lowtide._trace.api.trace"
+                lazy = here == "__init__" and name in LAZY
                 allowed = level[there] < level[here] or there == here or lazy
                 assert allowed, f"{path.name} imports {name}"
 
 
-def test_only_the_recorder_uses_torch() -> None:
+def test_only_the_recorder_and_the_runtime_use_torch() -> None:
     users = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
@@ -99,10 +105,13 @@ def test_public_names() -> None:
         "BadInput",
         "Buffer",
         "LowtideError",
+        "LowtideWarning",
         "NoStep",
         "Packing",
         "ScriptFailed",
+        "Tide",
         "Trace",
+        "fit",
         "load_trace",
         "pack",
         "save_trace",

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide._errors import BadInput, LowtideError, NoStep, ScriptFailed
+from lowtide._errors import BadInput, LowtideError, LowtideWarning, NoStep, ScriptFailed
 from lowtide._ir import Trace
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import Packing, pack
 from lowtide._trace.file import load_trace, save_trace
 
 if TYPE_CHECKING:
+    from lowtide._runtime.fit import Tide, fit
     from lowtide._trace.api import trace
 
 __version__ = "0.1.0"
@@ -16,10 +17,13 @@ __all__ = [
     "BadInput",
     "Buffer",
     "LowtideError",
+    "LowtideWarning",
     "NoStep",
     "Packing",
     "ScriptFailed",
+    "Tide",
     "Trace",
+    "fit",
     "load_trace",
     "pack",
     "save_trace",
@@ -33,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from lowtide._trace.api import trace
 
         return trace
+    if name in ("Tide", "fit"):
+        from lowtide._runtime import fit
+
+        return getattr(fit, name)
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
 
 

@@ -5,6 +5,8 @@ LowtideError            one line for a person: what, where, what to do
 ├── ScriptFailed        the script being run raised
 └── NoStep              the script ran, but no training step was found in it
 
+LowtideWarning          something cannot be had, and training goes on without it
+
 An `AssertionError` out of lowtide is a bug in lowtide.
 """
 
@@ -23,3 +25,7 @@ class ScriptFailed(LowtideError):
 
 class NoStep(LowtideError):
     """No training step was found."""
+
+
+class LowtideWarning(UserWarning):
+    """Something cannot be had, and training goes on without it."""

@@ -13,11 +13,12 @@ from lowtide._layout import native
 from lowtide._layout.buffers import Fit, copies, max_load
 from lowtide._layout.check import find_clash
 from lowtide._layout.exact import exact
-from lowtide._layout.native import NoNative, Request
+from lowtide._layout.native import Request
 from lowtide._layout.pack import Method, Packing, load_bound
 from lowtide._layout.reference.problem import compress, dominated
 from lowtide._layout.reference.search import search as reference_search
 from lowtide._layout.smartpool import smartpool
+from lowtide._native import LAYOUT, NoNative, build
 
 pytest.importorskip("ortools", reason="the exact method is an extra")
 
@@ -309,10 +310,10 @@ def test_a_checkout_without_a_working_compiler_says_what_is_missing(
     target = tmp_path_factory.mktemp("native") / "layout.so"
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NoNative, match="no-such-compiler could not be run"):
-        native.build(target)
+        build(LAYOUT, target)
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(NoNative, match="false could not build the native search: no message"):
-        native.build(target)
+        build(LAYOUT, target)
     assert not list(target.parent.iterdir())
 
 

@@ -11,7 +11,8 @@ from lowtide._errors import BadInput
 from lowtide._layout import native
 from lowtide._layout.buffers import Buffer, rounded
 from lowtide._layout.check import find_clash
-from lowtide._layout.native import Answer, NoNative, Request
+from lowtide._layout.native import Answer, Request
+from lowtide._native import NoNative
 
 _MOST_UNITS = 2**62
 

@@ -1,32 +1,17 @@
-"""The native search: found in the package, or built once from the checkout; then called.
-
-A wheel carries the library. A bare source checkout has `native/layout` beside `src` and builds it
-on first use into `.cache/native`, under a name that changes with its sources.
-"""
+"""The native search, called."""
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowtide._native import LAYOUT, NoNative, built
+
 ABI = 1
 _PACKAGED = Path(__file__).with_name("layout.so")
-_ROOT = Path(__file__).parents[3]
-_SOURCES = _ROOT / "native" / "layout"
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
 _REFUSALS = {1: "the problem breaks a rule", 2: "two fixed buffers share bytes"}
 _NO_MEMORY = 3
-
-
-class NoNative(Exception):
-    """There is no native library here; the message says why and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +103,7 @@ def search(request: Request) -> Answer:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    path = _PACKAGED if _PACKAGED.exists() else _built()
+    path = _PACKAGED if _PACKAGED.exists() else built(LAYOUT)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -126,57 +111,3 @@ def _library() -> ctypes.CDLL:
     if library.lowtide_layout_abi() != ABI:
         raise NoNative(f"{path} is of another version of lowtide: install it again")
     return library
-
-
-def _built() -> Path:
-    """The library built from this checkout, built now if it is not there yet."""
-    if not _SOURCES.is_dir():
-        raise NoNative("this installation has no native search: install again with a C++ compiler")
-    files = sorted(_SOURCES.glob("*.cc")) + sorted(_SOURCES.glob("*.h"))
-    digest = hashlib.sha256(repr((_FLAGS, sys.platform)).encode())
-    for file in files:
-        digest.update(file.name.encode() + b"\\0" + file.read_bytes())
-    name = f"layout-{digest.hexdigest()[:16]}.so"
-    folders = [_ROOT / ".cache" / "native", Path(tempfile.gettempdir()) / f"lowtide-{os.getuid()}"]
-    for folder in folders:
-        if (folder / name).exists() and (folder / name).stat().st_uid == os.getuid():
-            return folder / name
-    for folder in folders:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            build(folder / name)
-            return folder / name
-    raise NoNative(f"{folders[0]} cannot be written, so the native search cannot be built")
-
-
-def build(target: Path) -> None:
-    """Compile `native/layout` to `target`, whole or not at all."""
-    compiler = os.environ.get("CXX") or next(
-        (name for name in ("c++", "g++", "clang++") if shutil.which(name)), None
-    )
-    if compiler is None:
-        raise NoNative("there is no C++ compiler: install one, or name it with CXX")
-    handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
-    try:
-        sources = [str(path) for path in sorted(_SOURCES.glob("*.cc"))]
-        done = subprocess.run(  # noqa: S603 - the compiler the user names
-            [*compiler.split(), *_FLAGS, *sources, "-o", scratch], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise NoNative(
-                f"{compiler} could not build the native search: {_first_line(done.stderr)}"
-            )
-        os.replace(scratch, target)
-    except OSError as error:
-        raise NoNative(f"{compiler} could not be run ({error.strerror})") from error
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-
-
-def _first_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines()
-    return lines[0].strip() if lines else "no message"

@@ -1,0 +1,77 @@
+// One allocation of the backend, and the blocks in it.
+#ifndef LOWTIDE_ARENA_H
+#define LOWTIDE_ARENA_H
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace lowtide {
+
+constexpr int64_t kGrain = 512;  // as PyTorch rounds: kernels choose by alignment
+
+inline int64_t rounded(int64_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
+
+struct Stream {
+  int32_t device = 0;
+  void *handle = nullptr;
+  bool operator==(const Stream &other) const {
+    return device == other.device && handle == other.handle;
+  }
+};
+
+// Where a block is noted: the lane, its step, and the how-manieth allocation of that step.
+struct Origin {
+  int32_t lane = -1;  // -1: not noted
+  int64_t step = 0;
+  int64_t index = 0;
+};
+
+struct Block {
+  int64_t bytes = 0;      // rounded
+  int64_t requested = 0;
+  Origin origin;
+  bool pending = false;   // freed, but streams in `touched` may not have passed yet
+  std::vector<Stream> touched;
+  std::vector<void *> events;
+};
+
+class Arena {
+ public:
+  Arena(void *base, int64_t bytes, Stream stream)
+      : base(static_cast<char *>(base)), bytes(bytes), stream(stream) {}
+
+  char *const base;
+  const int64_t bytes;
+  const Stream stream;
+  bool retired = false;  // nothing new goes in; with its last block it goes back
+
+  bool holds(const void *pointer) const {
+    return pointer >= base && pointer < base + bytes;
+  }
+  // Whether no block has a byte of offset .. offset + bytes.
+  bool vacant(int64_t offset, int64_t bytes) const;
+  // The lowest offset of a smallest gap that holds `bytes`, or -1.
+  int64_t best_fit(int64_t bytes);
+  int64_t largest_gap();
+  void put(int64_t offset, Block block);  // the place must be vacant
+  Block *find(int64_t offset);
+  Block take(int64_t offset);
+  // Gaps are indexed from the first best_fit on, until this: following a plan needs no index.
+  void stop_indexing();
+  const std::map<int64_t, Block> &blocks() const { return blocks_; }
+
+ private:
+  void index();
+  // The gap that offset .. end would lie in, were it empty.
+  std::pair<int64_t, int64_t> gap_around(std::map<int64_t, Block>::const_iterator next) const;
+
+  std::map<int64_t, Block> blocks_;  // by offset
+  std::set<std::pair<int64_t, int64_t>> gaps_;  // size, offset
+  bool indexed_ = false;
+};
+
+}  // namespace lowtide
+#endif

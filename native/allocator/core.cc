@@ -1,0 +1,515 @@
+#include "core.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace lowtide {
+namespace {
+
+constexpr int64_t kSmall = 1 << 20;    // a lost step's smaller blocks are left to the backend: one
+                                       // that stays would lie in the way of much larger plans
+constexpr int64_t kMost = int64_t{1} << 62;
+
+}  // namespace
+
+Pool::~Pool() {
+  for (const Waiting &waiting : waiting_)
+    for (void *event : waiting.events) backend_.drop(backend_.context, event);
+  for (const auto &arena : arenas_) backend_.release(backend_.context, arena->base);
+}
+
+int64_t Pool::now_ns() const {
+  if (mode() != LOWTIDE_POOL_RECORD) return 0;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void Pool::set_mode(int32_t mode) {
+  Lock lock(mutex_);
+  mode_.store(mode, std::memory_order_relaxed);
+  for (const auto &lane : lanes_) lane->follower.reset();
+}
+
+void Pool::pause(bool paused) {
+  std::vector<std::pair<Arena *, int64_t>> deferred;
+  Lock lock(mutex_);
+  paused_ = paused;
+  if (paused_) return;
+  deferred.swap(deferred_);
+  for (const auto &[arena, offset] : deferred) record_events(lock, arena, offset);
+}
+
+int32_t Pool::lane_of(Stream stream) {
+  for (size_t i = 0; i < lanes_.size(); ++i)
+    if (lanes_[i]->stream == stream) return static_cast<int32_t>(i);
+  lanes_.push_back(std::make_unique<Lane>(stream));
+  return static_cast<int32_t>(lanes_.size()) - 1;
+}
+
+Arena *Pool::arena_at(const void *pointer) {
+  for (const auto &arena : arenas_)
+    if (arena->holds(pointer)) return arena.get();
+  return nullptr;
+}
+
+// Where in its lane's arena the allocation just noted is to lie, or -1.
+int64_t Pool::choose(Lane &lane, int64_t bytes) {
+  const Step &step = lane.steps.now();
+  Follower::Match match;
+  if (!step.overflow) match = lane.follower.match(step.sizes);
+  if (match.found && match.offset < 0) {
+    ++lane.told.outside;
+    return -1;
+  }
+  if (!lane.arena) {
+    ++lane.told.unplanned;
+    return -1;
+  }
+  if (match.found) {
+    lane.arena->stop_indexing();
+    if (lane.arena->vacant(match.offset, rounded(bytes))) {
+      ++lane.told.planned;
+      return match.offset;
+    }
+    ++lane.told.displaced;
+    return -1;
+  }
+  ++lane.told.unplanned;
+  const bool lost = lane.follower.lost() || lane.follower.empty() || step.overflow;
+  return lost && bytes >= kSmall ? lane.arena->best_fit(rounded(bytes)) : -1;
+}
+
+void Pool::put(Arena &arena, int64_t offset, int64_t requested, Origin origin) {
+  Block block;
+  block.bytes = rounded(requested);
+  block.requested = requested;
+  block.origin = origin;
+  lowtide_pool_stats &counts = stats(arena.stream.device);
+  counts.live += 1;
+  counts.live_bytes += block.bytes;
+  counts.requested_bytes += requested;
+  counts.made += 1;
+  counts.made_bytes += block.bytes;
+  counts.made_requested += requested;
+  arena.put(offset, std::move(block));
+}
+
+lowtide_pool_stats &Pool::stats(int32_t device) {
+  const size_t i = static_cast<size_t>(std::max(device, 0));
+  if (i >= stats_.size()) stats_.resize(i + 1);
+  return stats_[i];
+}
+
+void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
+  const int64_t now = now_ns();
+  Lock lock(mutex_);
+  if (!waiting_.empty()) sweep(lock);
+  const int32_t number = lane_of(stream);
+  Lane &lane = *lanes_[static_cast<size_t>(number)];
+  const int64_t index = lane.steps.made(bytes, now);
+  const Origin origin{number, lane.steps.number(), index};
+  ++lane.told.allocations;
+  if (mode() == LOWTIDE_POOL_REPLAY) {
+    const int64_t offset = choose(lane, bytes);
+    if (offset >= 0) {
+      put(*lane.arena, offset, bytes, origin);
+      if (receipt) *receipt = {Place::kArena, rounded(bytes), stream.device, stats(stream.device)};
+      return lane.arena->base + offset;
+    }
+  }
+  lane.backend_bytes += bytes;
+  lane.told.backend_bytes = std::max(lane.told.backend_bytes, lane.backend_bytes);
+  lock.unlock();
+  void *block = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
+  if (!block) {
+    Place where = Place::kNowhere;
+    block = last_resort(number, bytes, &where);
+    if (where == Place::kArena || !block) {
+      lock.lock();
+      lane.backend_bytes -= bytes;
+      if (Arena *arena = block ? arena_at(block) : nullptr)
+        arena->find(static_cast<char *>(block) - arena->base)->origin = origin;
+      if (receipt) *receipt = {where, rounded(bytes), stream.device, stats(stream.device)};
+      return block;
+    }
+  }
+  lock.lock();
+  held_[block] = {bytes, origin};
+  ++stats(stream.device).held;
+  if (receipt) *receipt = {Place::kBackend, 0, stream.device, stats(stream.device)};
+  return block;
+}
+
+// The backend has no memory: find some of what the pool keeps.
+void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
+  const Stream stream = lanes_[static_cast<size_t>(number)]->stream;
+  const auto again = [&] {
+    *place = Place::kBackend;
+    return backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
+  };
+  if (reclaim() > 0)
+    if (void *block = again()) return block;
+  Lock lock(mutex_);
+  Lane &lane = *lanes_[static_cast<size_t>(number)];
+  if (lane.arena) {
+    const int64_t offset = lane.arena->best_fit(rounded(bytes));
+    if (offset >= 0) {
+      put(*lane.arena, offset, bytes, {});
+      *place = Place::kArena;
+      return lane.arena->base + offset;
+    }
+  }
+  bool any = false;
+  for (const auto &other : lanes_)
+    if (other->arena && other->arena->blocks().empty() && other->stream.device == stream.device) {
+      other->arena->retired = any = true;
+      other->arena = nullptr;
+    }
+  *place = Place::kNowhere;
+  if (!any) return nullptr;
+  const std::vector<void *> bases = drained();
+  lock.unlock();
+  release(bases);
+  return again();
+}
+
+void Pool::note_free(const Origin &origin, int64_t requested, bool in_backend) {
+  if (origin.lane < 0) return;
+  Lane &lane = *lanes_[static_cast<size_t>(origin.lane)];
+  if (in_backend && origin.step == lane.steps.number()) lane.backend_bytes -= requested;
+  lane.steps.freed(origin.step, origin.index, now_ns());
+}
+
+// Gives the bytes of a block back to its arena.
+void Pool::remove(Arena &arena, int64_t offset) {
+  const Block block = arena.take(offset);
+  lowtide_pool_stats &counts = stats(arena.stream.device);
+  if (block.pending) {
+    counts.pending -= 1;
+    counts.pending_bytes -= block.bytes;
+  } else {
+    counts.live -= 1;
+    counts.live_bytes -= block.bytes;
+    counts.requested_bytes -= block.requested;
+  }
+  note_free(block.origin, block.requested, false);
+}
+
+Pool::Place Pool::free(void *pointer, Receipt *receipt) {
+  Lock lock(mutex_);
+  Arena *const arena = arena_at(pointer);
+  if (arena) {
+    const int64_t offset = static_cast<char *>(pointer) - arena->base;
+    Block *const block = arena->find(offset);
+    if (!block || block->pending) return Place::kNowhere;
+    const int64_t bytes = block->bytes;
+    const int32_t device = arena->stream.device;
+    if (block->touched.empty()) {
+      remove(*arena, offset);
+      if (receipt) *receipt = {Place::kArena, bytes, device, stats(device)};
+      if (arena->retired && arena->blocks().empty()) {
+        const std::vector<void *> bases = drained();
+        lock.unlock();
+        release(bases);
+      }
+      return Place::kArena;
+    }
+    lowtide_pool_stats &counts = stats(device);
+    counts.live -= 1;
+    counts.live_bytes -= bytes;
+    counts.requested_bytes -= block->requested;
+    counts.pending += 1;
+    counts.pending_bytes += bytes;
+    block->pending = true;
+    if (receipt) *receipt = {Place::kArena, bytes, device, counts};
+    if (paused_)
+      deferred_.emplace_back(arena, offset);
+    else
+      record_events(lock, arena, offset);
+    return Place::kArena;
+  }
+  const auto found = held_.find(pointer);
+  if (found == held_.end()) return Place::kNowhere;
+  const Held held = found->second;
+  held_.erase(found);
+  if (held.origin.lane >= 0)
+    --stats(lanes_[static_cast<size_t>(held.origin.lane)]->stream.device).held;
+  note_free(held.origin, held.requested, true);
+  lock.unlock();
+  backend_.release(backend_.context, pointer);
+  return Place::kBackend;
+}
+
+// The block is pending, so its bytes stay where they are while the lock is given up.
+void Pool::record_events(Lock &lock, Arena *arena, int64_t offset) {
+  const std::vector<Stream> touched = arena->find(offset)->touched;
+  lock.unlock();
+  Waiting waiting{arena, offset, {}};
+  for (const Stream &stream : touched)
+    waiting.events.push_back(backend_.record(backend_.context, stream.device, stream.handle));
+  lock.lock();
+  waiting_.push_back(std::move(waiting));
+}
+
+// Frees the blocks whose events have passed.
+void Pool::sweep(Lock &lock) {
+  if (paused_ || waiting_.empty()) return;
+  std::vector<Waiting> asked;
+  asked.swap(waiting_);
+  lock.unlock();
+  for (Waiting &waiting : asked)
+    while (!waiting.events.empty() && backend_.passed(backend_.context, waiting.events.back())) {
+      backend_.drop(backend_.context, waiting.events.back());
+      waiting.events.pop_back();
+    }
+  lock.lock();
+  for (Waiting &waiting : asked)
+    if (waiting.events.empty())
+      remove(*waiting.arena, waiting.offset);
+    else
+      waiting_.push_back(std::move(waiting));
+  const std::vector<void *> bases = drained();
+  if (bases.empty()) return;
+  lock.unlock();
+  release(bases);
+  lock.lock();
+}
+
+std::vector<void *> Pool::drained() {
+  std::vector<void *> bases;
+  const auto gone = [&](const std::unique_ptr<Arena> &arena) {
+    if (!arena->retired || !arena->blocks().empty()) return false;
+    lowtide_pool_stats &counts = stats(arena->stream.device);
+    counts.arenas -= 1;
+    counts.arena_bytes -= arena->bytes;
+    bases.push_back(arena->base);
+    return true;
+  };
+  arenas_.erase(std::remove_if(arenas_.begin(), arenas_.end(), gone), arenas_.end());
+  return bases;
+}
+
+void Pool::release(const std::vector<void *> &bases) {
+  for (void *base : bases) backend_.release(backend_.context, base);
+}
+
+int64_t Pool::reclaim() {
+  Lock lock(mutex_);
+  const auto total = [&] {
+    int64_t sum = 0;
+    for (const auto &arena : arenas_) sum += arena->bytes;
+    return sum;
+  };
+  const int64_t before = total();
+  sweep(lock);
+  const std::vector<void *> bases = drained();
+  const int64_t after = total();
+  lock.unlock();
+  release(bases);
+  return before - after;
+}
+
+Pool::Place Pool::touch(void *pointer, Stream stream) {
+  Lock lock(mutex_);
+  if (Arena *const arena = arena_at(pointer)) {
+    Block *const block = arena->find(static_cast<char *>(pointer) - arena->base);
+    if (!block) return Place::kNowhere;
+    std::vector<Stream> &touched = block->touched;
+    if (!(stream == arena->stream) &&
+        std::find(touched.begin(), touched.end(), stream) == touched.end())
+      touched.push_back(stream);
+    return Place::kArena;
+  }
+  return held_.count(pointer) ? Place::kBackend : Place::kNowhere;
+}
+
+int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
+  const int64_t now = now_ns();
+  Lock lock(mutex_);
+  if (!waiting_.empty()) sweep(lock);
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    Lane &lane = *lanes_[i];
+    const Step &step = lane.steps.now();
+    lane.told.lane = static_cast<int32_t>(i);
+    lane.told.device = lane.stream.device;
+    lane.told.stream = lane.stream.handle;
+    lane.told.signature = step.signature;
+    lane.told.overflow = step.overflow;
+    lane.told.arena_bytes = lane.arena ? lane.arena->bytes : 0;
+    lane.told.plan = lane.follower.end(step.sizes);
+    if (step.overflow) lane.told.plan = -1;
+    if (static_cast<int32_t>(i) < room) out[i] = lane.told;
+    lane.told = {};
+    lane.backend_bytes = 0;
+    lane.steps.end(now);
+  }
+  return static_cast<int32_t>(lanes_.size());
+}
+
+int64_t Pool::step(int32_t number, int32_t back, int64_t room, int64_t *sizes, int64_t *made,
+                   int64_t *freed, int64_t *made_ns, int64_t *freed_ns, int64_t *ticks) {
+  Lock lock(mutex_);
+  if (number < 0 || number >= static_cast<int32_t>(lanes_.size())) return -1;
+  const Step *const step = lanes_[static_cast<size_t>(number)]->steps.ended(back);
+  if (!step) return -1;
+  const auto copy = [&](const std::vector<int64_t> &from, int64_t *to) {
+    if (!to) return;
+    for (int64_t i = 0; i < room && i < static_cast<int64_t>(step->sizes.size()); ++i)
+      to[i] = i < static_cast<int64_t>(from.size()) ? from[static_cast<size_t>(i)] : -1;
+  };
+  copy(step->sizes, sizes);
+  copy(step->made, made);
+  copy(step->freed, freed);
+  copy(step->made_ns, made_ns);
+  copy(step->freed_ns, freed_ns);
+  if (ticks) *ticks = step->ticks;
+  return static_cast<int64_t>(step->sizes.size());
+}
+
+int64_t Pool::plan(int32_t number, int64_t count, const int64_t *sizes, int32_t phases,
+                   const int64_t *offsets) {
+  Lock lock(mutex_);
+  if (number < 0 || number >= static_cast<int32_t>(lanes_.size()) || count < 1 || phases < 1)
+    return -1;
+  for (int64_t i = 0; i < count * phases; ++i)
+    if (offsets[i] < -1 || offsets[i] > kMost || (offsets[i] > 0 && offsets[i] % kGrain)) return -1;
+  lanes_[static_cast<size_t>(number)]->follower.add(std::make_unique<Plan>(
+      next_plan_, std::vector<int64_t>(sizes, sizes + count), phases,
+      std::vector<int64_t>(offsets, offsets + count * phases)));
+  return next_plan_++;
+}
+
+void Pool::forget(int32_t number, int64_t plan) {
+  Lock lock(mutex_);
+  if (number >= 0 && number < static_cast<int32_t>(lanes_.size()))
+    lanes_[static_cast<size_t>(number)]->follower.forget(plan);
+}
+
+Arena *Pool::add_arena(void *base, int64_t bytes, Stream stream) {
+  arenas_.push_back(std::make_unique<Arena>(base, bytes, stream));
+  lowtide_pool_stats &counts = stats(stream.device);
+  counts.arenas += 1;
+  counts.arena_bytes += bytes;
+  counts.arenas_made += 1;
+  counts.arenas_made_bytes += bytes;
+  return arenas_.back().get();
+}
+
+bool Pool::set_arena(int32_t number, int64_t bytes) {
+  Lock lock(mutex_);
+  if (number < 0 || number >= static_cast<int32_t>(lanes_.size()) || bytes < 0) return false;
+  Lane &lane = *lanes_[static_cast<size_t>(number)];
+  Arena *old = lane.arena;
+  if (old) old->retired = true;
+  if (old && old->blocks().empty()) old = nullptr;  // makes room for the new one
+  lane.arena = nullptr;
+  const std::vector<void *> bases = drained();
+  lock.unlock();
+  release(bases);
+  void *base = nullptr;
+  if (bytes)
+    base = backend_.allocate(backend_.context, bytes, lane.stream.device, lane.stream.handle);
+  lock.lock();
+  if (base) {
+    lane.arena = add_arena(base, bytes, lane.stream);
+  } else if (bytes && std::any_of(arenas_.begin(), arenas_.end(),
+                                  [&](const auto &arena) { return arena.get() == old; })) {
+    old->retired = false;
+    lane.arena = old;
+  }
+  return base || !bytes;
+}
+
+void *Pool::home(int64_t bytes, Stream stream) {
+  void *base = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
+  if (!base) return nullptr;
+  Lock lock(mutex_);
+  add_arena(base, bytes, stream);
+  return base;
+}
+
+void *Pool::place(void *home, int64_t offset, int64_t bytes) {
+  Lock lock(mutex_);
+  Arena *const arena = arena_at(home);
+  if (!arena || offset % kGrain || bytes < 1 || !arena->vacant(offset, rounded(bytes)))
+    return nullptr;
+  put(*arena, offset, bytes, {});
+  return arena->base + offset;
+}
+
+void Pool::dismiss(void *home) {
+  Lock lock(mutex_);
+  if (Arena *const arena = arena_at(home)) arena->retired = true;
+  const std::vector<void *> bases = drained();
+  lock.unlock();
+  release(bases);
+}
+
+int64_t Pool::age(void *pointer) {
+  Lock lock(mutex_);
+  Origin origin;
+  if (Arena *const arena = arena_at(pointer)) {
+    if (Block *const block = arena->find(static_cast<char *>(pointer) - arena->base))
+      origin = block->origin;
+  } else {
+    const auto found = held_.find(pointer);
+    if (found != held_.end()) origin = found->second.origin;
+  }
+  if (origin.lane < 0) return -1;
+  return lanes_[static_cast<size_t>(origin.lane)]->steps.number() - origin.step;
+}
+
+lowtide_pool_stats Pool::count(int32_t device) {
+  Lock lock(mutex_);
+  return stats(device);
+}
+
+void *Pool::base_of(const void *block) {
+  Lock lock(mutex_);
+  Arena *const arena = arena_at(block);
+  return arena ? arena->base : nullptr;
+}
+
+int64_t Pool::largest_gap(int32_t device) {
+  Lock lock(mutex_);
+  int64_t largest = 0;
+  for (const auto &lane : lanes_)
+    if (lane->arena && lane->stream.device == device)
+      largest = std::max(largest, lane->arena->largest_gap());
+  return largest;
+}
+
+Stream Pool::stream_of(int32_t lane) {
+  Lock lock(mutex_);
+  return lanes_.at(static_cast<size_t>(lane))->stream;
+}
+
+bool Pool::idle() {
+  Lock lock(mutex_);
+  return arenas_.empty() && held_.empty();
+}
+
+int64_t Pool::map(int32_t device, int64_t *numbers, int64_t room) {
+  Lock lock(mutex_);
+  int64_t count = 0;
+  const auto add = [&](int64_t number) {
+    if (count < room) numbers[count] = number;
+    ++count;
+  };
+  for (const auto &arena : arenas_) {
+    if (arena->stream.device != device) continue;
+    add(reinterpret_cast<int64_t>(arena->base));
+    add(arena->bytes);
+    add(static_cast<int64_t>(arena->blocks().size()));
+    for (const auto &[offset, block] : arena->blocks()) {
+      add(reinterpret_cast<int64_t>(arena->base + offset));
+      add(block.bytes);
+      add(block.requested);
+      add(block.pending);
+    }
+  }
+  return count;
+}
+
+}  // namespace lowtide

@@ -1,0 +1,131 @@
+// The C ABI of lowtide's pool: the allocator that gives each allocation of a training step the
+// address that was planned for it.  Torch-free; what it stands on is passed in as a backend, so the
+// same code runs over CUDA (torch/) and over main memory (host/, for tests).
+//
+// Words: a *lane* is what one stream of one device allocates, in order; an *arena* one allocation of
+// the backend that a lane's blocks lie in; a *plan* the sizes of a step in order, with an offset for
+// each; a *mark* the end of a step.  In a repeating step a block may outlive the mark, so a plan has
+// one or more *phases*, sets of offsets that consecutive steps use in turn.
+//
+// Rules, whatever the plans say and the program does:
+//   1. Blocks of an arena never share a byte while they are in use.
+//   2. An arena serves one stream.  A block that another stream touched keeps its bytes until an
+//      event behind that stream's work has passed.
+//   3. A plan is advice.  What it did not foresee goes to the backend and is counted: a step that
+//      departs costs memory, never correctness.
+//   4. No lock is held while the backend is called.
+//   5. An arena goes back to the backend when it is retired and its last block is gone.
+#ifndef LOWTIDE_POOL_H
+#define LOWTIDE_POOL_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised whenever a struct or the meaning of a field changes.
+#define LOWTIDE_POOL_ABI 1
+
+typedef struct lowtide_pool lowtide_pool;
+
+typedef struct {
+  void *context;
+  void *(*allocate)(void *context, int64_t bytes, int32_t device, void *stream);  // NULL: no memory
+  void (*release)(void *context, void *block);
+  // An event behind all that `stream` has been given so far.
+  void *(*record)(void *context, int32_t device, void *stream);
+  int32_t (*passed)(void *context, void *event);  // whether it has; does not wait
+  void (*drop)(void *context, void *event);
+} lowtide_pool_backend;
+
+enum {
+  LOWTIDE_POOL_PASS = 0,    // everything goes to the backend, nothing is noted
+  LOWTIDE_POOL_RECORD = 1,  // everything goes to the backend and is noted, with times
+  LOWTIDE_POOL_REPLAY = 2,  // plans are followed; what happens is still noted, without times
+};
+
+// What became of one lane's last step.
+typedef struct {
+  int32_t lane;
+  int32_t device;
+  void *stream;
+  int64_t allocations;
+  uint64_t signature;       // of the sizes in order
+  int64_t plan;             // the plan that the whole step agreed with, or -1
+  int64_t planned;          // allocations that got their planned address
+  int64_t displaced;        // ... whose planned bytes were still in use
+  int64_t unplanned;        // ... that no plan foresaw
+  int64_t outside;          // planned to lie outside the arena
+  int64_t backend_bytes;    // the most bytes of this step's blocks held in the backend at once
+  int64_t arena_bytes;      // 0: the lane has no arena
+  int32_t overflow;         // the step was too long to be noted whole
+} lowtide_pool_lane;
+
+typedef struct {
+  int64_t arena_bytes;      // of all arenas
+  int64_t arenas;
+  int64_t live_bytes;       // of blocks in arenas, rounded to 512
+  int64_t live;
+  int64_t pending_bytes;    // freed, but another stream may still use them
+  int64_t pending;
+  int64_t requested_bytes;  // what was asked for, of live blocks
+  int64_t made;             // blocks ever put into arenas
+  int64_t made_bytes;
+  int64_t made_requested;
+  int64_t arenas_made;      // arenas there ever were
+  int64_t arenas_made_bytes;
+  int64_t held;             // blocks of the backend that the pool handed out and that still live
+} lowtide_pool_stats;
+
+int32_t lowtide_pool_abi(void);
+lowtide_pool *lowtide_pool_open(const lowtide_pool_backend *backend);
+// Blocks still in use are the caller's to free before this; arenas go back.
+void lowtide_pool_close(lowtide_pool *pool);
+
+void lowtide_pool_mode(lowtide_pool *pool, int32_t mode);
+void *lowtide_pool_allocate(lowtide_pool *pool, int64_t bytes, int32_t device, void *stream);
+// 1: it is gone; 0: the block is none of the pool's.
+int32_t lowtide_pool_free(lowtide_pool *pool, void *block);
+// Another stream uses the block.  1: noted; 0: the block does not lie in an arena.
+int32_t lowtide_pool_touch(lowtide_pool *pool, void *block, int32_t device, void *stream);
+// While paused, events are neither recorded nor asked for (a capture of a CUDA graph forbids it).
+void lowtide_pool_pause(lowtide_pool *pool, int32_t paused);
+
+// The end of a step: fills up to `room` entries, returns how many lanes there are.
+int32_t lowtide_pool_mark(lowtide_pool *pool, lowtide_pool_lane *lanes, int32_t room);
+// The step `back` marks ago (0: the last one ended): its allocations' sizes, the tick of the lane's
+// clock (one tick an allocation or a free, from the start of the step) at which each was made and
+// freed (-1: not yet), and nanoseconds since then, where times were noted.  Any array may be NULL.
+// Returns the number of allocations, `ticks` the length of the step; -1: no such step.
+int64_t lowtide_pool_step(lowtide_pool *pool, int32_t lane, int32_t back, int64_t room,
+                          int64_t *sizes, int64_t *made, int64_t *freed, int64_t *made_ns,
+                          int64_t *freed_ns, int64_t *ticks);
+
+// A plan for a lane: offsets[phase * count + i], or -1 where allocation i is to lie outside.
+// Returns its number, or -1 if it is none (an offset that is not a multiple of 512, or beyond 2**62).
+int64_t lowtide_pool_plan(lowtide_pool *pool, int32_t lane, int64_t count, const int64_t *sizes,
+                          int32_t phases, const int64_t *offsets);
+void lowtide_pool_forget(lowtide_pool *pool, int32_t lane, int64_t plan);
+// Gives the lane an arena of `bytes` and retires the one it has.  0: no memory, nothing changed.
+// With bytes 0 the lane is left without one.
+int32_t lowtide_pool_arena(lowtide_pool *pool, int32_t lane, int64_t bytes);
+// An arena of no lane, for blocks that `place` puts into it; it goes back with the last of them, or
+// at once by `dismiss` if it has none.  Returns its base, or NULL.
+void *lowtide_pool_home(lowtide_pool *pool, int64_t bytes, int32_t device, void *stream);
+void *lowtide_pool_place(lowtide_pool *pool, void *home, int64_t offset, int64_t bytes);
+void lowtide_pool_dismiss(lowtide_pool *pool, void *home);
+
+// How many marks ago the block was allocated; -1: it is none of the pool's, or older than it tells.
+int64_t lowtide_pool_age(lowtide_pool *pool, void *block);
+// Frees what only waited for an event or a last block.  Returns the bytes that went back.
+int64_t lowtide_pool_reclaim(lowtide_pool *pool);
+void lowtide_pool_count(lowtide_pool *pool, int32_t device, lowtide_pool_stats *stats);
+// The blocks in arenas of `device`, by address: for each arena its base, bytes and number of blocks,
+// then its blocks' address, bytes, requested bytes and whether they are pending.  For a picture.
+int64_t lowtide_pool_map(lowtide_pool *pool, int32_t device, int64_t *numbers, int64_t room);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

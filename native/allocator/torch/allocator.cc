@@ -1,0 +1,383 @@
+#include "allocator.h"
+
+#include <c10/core/impl/GPUTrace.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <exception>
+#include <utility>
+
+namespace lowtide {
+namespace {
+
+using Place = Pool::Place;
+
+// What the caching allocator threw while the pool was asking it.
+thread_local std::exception_ptr thrown;
+
+Stream stream_of(int32_t device, cudaStream_t stream) { return {device, stream}; }
+
+c10::Device cuda_device(int32_t device) {
+  return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)};
+}
+
+struct Context {
+  native::CUDAAllocator *behind;
+  Events *events;
+};
+
+Context &context_of(void *context) { return *static_cast<Context *>(context); }
+
+void *allocate_behind(void *context, int64_t bytes, int32_t device, void *stream) {
+  try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    return context_of(context).behind->raw_alloc_with_stream(static_cast<size_t>(bytes),
+                                                             static_cast<cudaStream_t>(stream));
+  } catch (...) {
+    thrown = std::current_exception();
+    return nullptr;
+  }
+}
+
+void release_behind(void *context, void *block) { context_of(context).behind->raw_delete(block); }
+
+void *record_event(void *context, int32_t device, void *stream) {
+  return context_of(context).events->record(device, static_cast<cudaStream_t>(stream));
+}
+
+int32_t event_passed(void *context, void *event) { return context_of(context).events->passed(event); }
+
+void drop_event(void *context, void *event) { context_of(context).events->drop(event); }
+
+}  // namespace
+
+Allocator &Allocator::the() {
+  // Never destroyed: tensors may outlive everything else.
+  static Allocator *const one = new Allocator(native::get());
+  return *one;
+}
+
+Allocator::Allocator(native::CUDAAllocator *behind) : behind_(behind), statistics_(behind) {
+  const lowtide_pool_backend backend{new Context{behind, &events_}, allocate_behind, release_behind,
+                                     record_event,                  event_passed,    drop_event};
+  pool_ = lowtide_pool_open(&backend);
+}
+
+std::string Allocator::objection() const {
+  if (!behind_->initialized()) return "CUDA has not been started";
+  if (behind_->name() != "native")
+    return "PyTorch uses its " + behind_->name() + " allocator, and the pool stands before the native one";
+  if (!behind_->isEnabled() || std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING"))
+    return "PyTorch's caching allocator is switched off";
+  if (native::get() != behind_ && native::get() != this)
+    return "another allocator was put in place of PyTorch's";
+  return "";
+}
+
+void Allocator::install() {
+  leaving_ = false;
+  native::allocator.store(this);
+  c10::SetAllocator(c10::DeviceType::CUDA, this);
+}
+
+void Allocator::withdraw() {
+  leaving_ = true;
+  withdraw_if_done();
+}
+
+void Allocator::withdraw_if_done() {
+  if (!leaving_ || !pool_->pool.idle()) return;
+  for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device)
+    statistics_.finish(device, pool_->pool.count(device));
+  if (!statistics_.unneeded()) return;  // resetPeakStats comes by again
+  native::CUDAAllocator *self = this;
+  if (native::allocator.compare_exchange_strong(self, behind_))
+    c10::SetAllocator(c10::DeviceType::CUDA, behind_);
+}
+
+bool Allocator::off(c10::DeviceIndex) const {
+  return pool_->pool.mode() == LOWTIDE_POOL_PASS || routed_.load(std::memory_order_relaxed) > 0;
+}
+
+void *Allocator::take(size_t bytes, c10::DeviceIndex device, cudaStream_t stream) {
+  Pool::Receipt receipt;
+  thrown = nullptr;
+  void *const block =
+      pool_->pool.allocate(static_cast<int64_t>(bytes), stream_of(device, stream), &receipt);
+  if (!block) {
+    if (thrown) std::rethrow_exception(std::exchange(thrown, nullptr));
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "lowtide: no memory for ", bytes, " bytes");
+  }
+  thrown = nullptr;
+  if (receipt.place == Place::kArena) {
+    statistics_.saw_arena(device, receipt.stats);
+    if (const c10::impl::PyInterpreter *interpreter = c10::impl::GPUTrace::get_trace())
+      (*interpreter)
+          ->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(block));
+    if (history_.on())
+      history_.add(History::Entry::ALLOC, device, block, static_cast<int64_t>(bytes), stream);
+    if (c10::memoryProfilingEnabled()) {
+      const auto stats = getDeviceStats(device);
+      c10::reportMemoryUsageToProfiler(block, receipt.bytes,
+                                       static_cast<size_t>(stats.allocated_bytes[0].current),
+                                       static_cast<size_t>(stats.reserved_bytes[0].current),
+                                       cuda_device(device));
+    }
+  } else if (receipt.stats.arenas) {
+    statistics_.saw_behind(device, receipt.stats);
+  }
+  return block;
+}
+
+void Allocator::give(void *block) {
+  if (!block) return;
+  Pool::Receipt receipt;
+  switch (pool_->pool.free(block, &receipt)) {
+    case Place::kArena:
+      if (const c10::impl::PyInterpreter *interpreter = c10::impl::GPUTrace::get_trace())
+        (*interpreter)
+            ->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(block));
+      if (history_.on()) {
+        const auto device = static_cast<c10::DeviceIndex>(receipt.device);
+        history_.add(History::Entry::FREE_REQUESTED, device, block, receipt.bytes, nullptr);
+        history_.add(History::Entry::FREE_COMPLETED, device, block, receipt.bytes, nullptr);
+      }
+      if (c10::memoryProfilingEnabled()) {
+        const auto stats = getDeviceStats(static_cast<c10::DeviceIndex>(receipt.device));
+        c10::reportMemoryUsageToProfiler(block, -receipt.bytes,
+                                         static_cast<size_t>(stats.allocated_bytes[0].current),
+                                         static_cast<size_t>(stats.reserved_bytes[0].current),
+                                         cuda_device(receipt.device));
+      }
+      break;
+    case Place::kBackend:
+      break;
+    case Place::kNowhere:
+      behind_->raw_delete(block);
+      return;
+  }
+  if (leaving_.load(std::memory_order_relaxed)) withdraw_if_done();
+}
+
+void Allocator::give_back(void *block) { the().give(block); }
+
+c10::DataPtr Allocator::allocate(size_t bytes) {
+  const c10::DeviceIndex device = c10::cuda::current_device();
+  if (bytes == 0 || off(device)) return behind_->allocate(bytes);
+  void *const block = take(bytes, device, c10::cuda::getCurrentCUDAStream(device));
+  return {block, block, &give_back, cuda_device(device)};
+}
+
+void *Allocator::raw_alloc(size_t bytes) {
+  const c10::DeviceIndex device = c10::cuda::current_device();
+  if (bytes == 0 || off(device)) return behind_->raw_alloc(bytes);
+  return take(bytes, device, c10::cuda::getCurrentCUDAStream(device));
+}
+
+void *Allocator::raw_alloc_with_stream(size_t bytes, cudaStream_t stream) {
+  const c10::DeviceIndex device = c10::cuda::current_device();
+  if (bytes == 0 || off(device)) return behind_->raw_alloc_with_stream(bytes, stream);
+  return take(bytes, device, stream);
+}
+
+void Allocator::raw_delete(void *block) { give(block); }
+
+void Allocator::recordStream(const c10::DataPtr &block, c10::cuda::CUDAStream stream) {
+  if (!block.get()) return;
+  if (block.get_deleter() != &give_back) return behind_->recordStream(block, stream);
+  if (pool_->pool.touch(block.get(), stream_of(stream.device_index(), stream.stream())) !=
+      Place::kBackend)
+    return;
+  // The caching allocator looks at the deleter to know its blocks.
+  c10::DataPtr own(block.get(), block.get(), behind_->raw_deleter(), block.device());
+  behind_->recordStream(own, stream);
+  own.release_context();
+}
+
+void Allocator::emptyCache(c10::MempoolId_t pool) {
+  pool_->pool.reclaim();
+  behind_->emptyCache(pool);
+}
+
+void Allocator::cacheInfo(c10::DeviceIndex device, size_t *largest) {
+  behind_->cacheInfo(device, largest);
+  *largest = std::max(*largest, static_cast<size_t>(pool_->pool.largest_gap(device)));
+}
+
+void *Allocator::getBaseAllocation(void *block, size_t *bytes) {
+  void *const base = pool_->pool.base_of(block);
+  return behind_->getBaseAllocation(base ? base : block, bytes);
+}
+
+native::ShareableHandle Allocator::shareIpcHandle(void *block) {
+  void *const base = pool_->pool.base_of(block);
+  if (!base) return behind_->shareIpcHandle(block);
+  native::ShareableHandle handle = behind_->shareIpcHandle(base);
+  handle.offset += static_cast<char *>(block) - static_cast<char *>(base);
+  return handle;
+}
+
+native::DeviceStats Allocator::getDeviceStats(c10::DeviceIndex device) {
+  return statistics_.corrected(device, pool_->pool.count(device));
+}
+
+void Allocator::resetAccumulatedStats(c10::DeviceIndex device) {
+  statistics_.reset_accumulated(device, pool_->pool.count(device));
+}
+
+void Allocator::resetPeakStats(c10::DeviceIndex device) {
+  statistics_.reset_peaks(device, pool_->pool.count(device));
+  withdraw_if_done();
+}
+
+void Allocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                    std::function<bool(cudaStream_t)> filter) {
+  if (++routed_ == 1) pool_->pool.pause(true);
+  behind_->beginAllocateToPool(device, pool, std::move(filter));
+}
+
+void Allocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  behind_->endAllocateToPool(device, pool);
+  if (--routed_ == 0) pool_->pool.pause(false);
+}
+
+void Allocator::recordHistory(bool enabled, native::CreateContextFn recorder, size_t entries,
+                              native::RecordContext when, bool clear,
+                              const std::vector<std::string> &skip) {
+  behind_->recordHistory(enabled, recorder, entries, when, clear, skip);
+  history_.record(enabled, recorder, entries, when, clear);
+}
+
+std::vector<void *> Allocator::plug_holes(int32_t device, void *stream, int64_t bytes) {
+  std::vector<void *> plugs;
+  behind_->emptyCache();
+  const native::SnapshotInfo now = behind_->snapshot({0, 0}, false);
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  for (const auto &segment : now.segments) {
+    if (segment.device != device || segment.stream != stream || !segment.is_large) continue;
+    if (segment.owner_private_pool_id != c10::MempoolId_t{0, 0} || segment.is_expandable) continue;
+    for (const auto &block : segment.blocks)
+      if (!block.active && static_cast<int64_t>(block.size) >= bytes)
+        plugs.push_back(
+            behind_->raw_alloc_with_stream(block.size, static_cast<cudaStream_t>(stream)));
+  }
+  return plugs;
+}
+
+int64_t Allocator::cached(int32_t device) {
+  const native::DeviceStats stats = behind_->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+  return stats.reserved_bytes[0].current - stats.active_bytes[0].current;
+}
+
+bool Allocator::has_private(int32_t device) {
+  const native::SnapshotInfo now = behind_->snapshot({0, 0}, false);
+  return std::any_of(now.segments.begin(), now.segments.end(), [&](const auto &segment) {
+    return segment.device == device && segment.owner_private_pool_id != c10::MempoolId_t{0, 0};
+  });
+}
+
+bool Allocator::set_arena(int32_t lane, int64_t bytes) {
+  const Stream stream = pool_->pool.stream_of(lane);
+  statistics_.start(static_cast<c10::DeviceIndex>(stream.device));
+  std::vector<void *> plugs;
+  if (bytes) plugs = plug_holes(stream.device, stream.handle, bytes);
+  const bool done = pool_->pool.set_arena(lane, bytes);
+  for (void *plug : plugs) behind_->raw_delete(plug);
+  if (done && bytes)
+    statistics_.saw_behind(static_cast<c10::DeviceIndex>(stream.device),
+                           pool_->pool.count(stream.device));
+  return done;
+}
+
+void *Allocator::home(int64_t bytes, int32_t device, void *stream) {
+  statistics_.start(static_cast<c10::DeviceIndex>(device));
+  const std::vector<void *> plugs = plug_holes(device, stream, bytes);
+  void *const base = pool_->pool.home(bytes, {device, stream});
+  for (void *plug : plugs) behind_->raw_delete(plug);
+  return base;
+}
+
+bool Allocator::settle(c10::StorageImpl &storage, void *home, int64_t offset) {
+  const c10::DataPtr &old = storage.data_ptr();
+  const int64_t bytes = static_cast<int64_t>(storage.nbytes());
+  const bool ours = old.get_deleter() == &give_back;
+  if (!bytes || old.get() != old.get_context() ||
+      (!ours && old.get_deleter() != behind_->raw_deleter()))
+    return false;
+  const c10::Device device = old.device();
+  const c10::cuda::CUDAGuard guard(device.index());
+  void *const block = pool_->pool.place(home, offset, bytes);
+  if (!block) return false;
+  const cudaError_t status =
+      cudaMemcpyAsync(block, old.get(), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
+                      c10::cuda::getCurrentCUDAStream(device.index()));
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();
+    pool_->pool.free(block);
+    return false;
+  }
+  storage.set_data_ptr_noswap({block, block, &give_back, device});
+  return true;
+}
+
+native::SnapshotInfo Allocator::snapshot(c10::MempoolId_t pool, bool traces) {
+  native::SnapshotInfo info = behind_->snapshot(pool, traces);
+  if (traces) history_.merge(info.device_traces);
+  for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {
+    std::vector<int64_t> map(static_cast<size_t>(pool_->pool.map(device, nullptr, 0)));
+    const int64_t length = pool_->pool.map(device, map.data(), static_cast<int64_t>(map.size()));
+    map.resize(static_cast<size_t>(std::min<int64_t>(length, static_cast<int64_t>(map.size()))));
+    for (size_t i = 0; i + 2 < map.size(); i += 3 + 4 * static_cast<size_t>(map[i + 2])) {
+      const size_t base = static_cast<size_t>(map[i]), bytes = static_cast<size_t>(map[i + 1]);
+      const size_t blocks = static_cast<size_t>(map[i + 2]);
+      if (i + 3 + 4 * blocks > map.size()) break;
+      for (auto &segment : info.segments) {
+        if (base < segment.address || base >= segment.address + segment.total_size) continue;
+        // The arena's block becomes what lies in it.
+        size_t at = segment.address;
+        std::vector<native::BlockInfo> split;
+        for (const auto &block : segment.blocks) {
+          if (at == base) {
+            size_t end = base;
+            segment.allocated_size -= block.size;
+            segment.active_size -= block.size;
+            segment.requested_size -= block.requested_size;
+            const auto gap = [&](size_t to) {
+              if (to <= end) return;
+              native::BlockInfo empty;
+              empty.size = to - end;
+              split.push_back(empty);
+            };
+            for (size_t j = 0; j < blocks; ++j) {
+              const int64_t *const row = &map[i + 3 + 4 * j];
+              gap(static_cast<size_t>(row[0]));
+              native::BlockInfo live;
+              live.size = static_cast<size_t>(row[1]);
+              live.requested_size = static_cast<size_t>(row[2]);
+              live.active = true;
+              live.allocated = !row[3];
+              end = static_cast<size_t>(row[0]) + live.size;
+              segment.active_size += live.size;
+              if (live.allocated) {
+                segment.allocated_size += live.size;
+                segment.requested_size += live.requested_size;
+              }
+              split.push_back(live);
+            }
+            gap(base + std::max(bytes, block.size));
+          } else {
+            split.push_back(block);
+          }
+          at += block.size;
+        }
+        segment.blocks = std::move(split);
+        break;
+      }
+    }
+  }
+  return info;
+}
+
+}  // namespace lowtide

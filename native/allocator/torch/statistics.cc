@@ -1,0 +1,161 @@
+#include "statistics.h"
+
+#include <algorithm>
+
+namespace lowtide {
+namespace {
+
+using Stats = c10::CachingDeviceAllocator::DeviceStats;
+using c10::CachingAllocator::StatArray;
+using c10::CachingAllocator::StatType;
+
+constexpr std::array<size_t, 2> kTypeIndex{static_cast<size_t>(StatType::AGGREGATE),
+                                           static_cast<size_t>(StatType::LARGE_POOL)};
+constexpr std::array<StatArray Stats::*, 5> kColumns{
+    &Stats::allocated_bytes, &Stats::active_bytes, &Stats::requested_bytes, &Stats::allocation,
+    &Stats::active};
+constexpr std::array<StatArray Stats::*, 9> kPeaks{
+    &Stats::allocated_bytes, &Stats::active_bytes,   &Stats::requested_bytes,
+    &Stats::allocation,      &Stats::active,         &Stats::reserved_bytes,
+    &Stats::segment,         &Stats::inactive_split, &Stats::inactive_split_bytes};
+
+}  // namespace
+
+Statistics::Device &Statistics::at(c10::DeviceIndex device) {
+  const size_t i = static_cast<size_t>(device);
+  if (i >= devices_.size()) devices_.resize(i + 1);
+  return devices_[i];
+}
+
+std::array<int64_t, Statistics::kFigures> Statistics::in_arenas(const lowtide_pool_stats &pool) {
+  return {pool.live_bytes, pool.live_bytes + pool.pending_bytes, pool.requested_bytes, pool.live,
+          pool.live + pool.pending};
+}
+
+Statistics::Figures Statistics::behind_of(const DeviceStats &stats,
+                                          const lowtide_pool_stats &pool) {
+  const std::array<int64_t, kFigures> arenas{pool.arena_bytes, pool.arena_bytes, pool.arena_bytes,
+                                             pool.arenas, pool.arenas};
+  Figures figures{};
+  for (size_t type = 0; type < kTypes; ++type)
+    for (size_t i = 0; i < kFigures; ++i)
+      figures[type][i] = (stats.*kColumns[i])[kTypeIndex[type]].current - arenas[i];
+  return figures;
+}
+
+void Statistics::start(c10::DeviceIndex device) {
+  const DeviceStats stats = behind_->getDeviceStats(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Device &entry = at(device);
+  if (entry.started) return;
+  entry.started = true;
+  entry.behind = behind_of(stats, {});
+  for (size_t type = 0; type < kTypes; ++type)
+    for (size_t i = 0; i < kFigures; ++i)
+      entry.peak[type][i] = (stats.*kColumns[i])[kTypeIndex[type]].peak;
+}
+
+void Statistics::saw_arena(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
+  const auto arenas = in_arenas(pool);
+  bool higher = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Device &entry = at(device);
+    for (size_t type = 0; type < kTypes; ++type)
+      for (size_t i = 0; i < kFigures; ++i)
+        higher |= entry.behind[type][i] + arenas[i] > entry.peak[type][i];
+  }
+  if (higher) saw_behind(device, pool);
+}
+
+void Statistics::saw_behind(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
+  const Figures behind = behind_of(behind_->getDeviceStats(device), pool);
+  const auto arenas = in_arenas(pool);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Device &entry = at(device);
+  entry.behind = behind;
+  for (size_t type = 0; type < kTypes; ++type)
+    for (size_t i = 0; i < kFigures; ++i)
+      entry.peak[type][i] = std::max(entry.peak[type][i], behind[type][i] + arenas[i]);
+}
+
+Statistics::DeviceStats Statistics::corrected(c10::DeviceIndex device,
+                                              const lowtide_pool_stats &pool) {
+  DeviceStats stats = behind_->getDeviceStats(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Device &entry = at(device);
+  if (entry.past)
+    for (const auto column : kPeaks)
+      for (size_t type = 0; type < (stats.*column).size(); ++type)
+        (stats.*column)[type].peak =
+            std::max((stats.*column)[type].peak, ((*entry.past).*column)[type].peak);
+  if (!pool.arenas_made) return stats;
+  const lowtide_pool_stats &base = entry.base;
+  const auto live = in_arenas(pool);
+  const std::array<int64_t, kFigures> arenas{pool.arena_bytes, pool.arena_bytes, pool.arena_bytes,
+                                             pool.arenas, pool.arenas};
+  const int64_t bytes = pool.made_bytes - base.made_bytes, blocks = pool.made - base.made;
+  const std::array<int64_t, kFigures> made{bytes, bytes, pool.made_requested - base.made_requested,
+                                           blocks, blocks};
+  const int64_t arena_bytes = pool.arenas_made_bytes - base.arenas_made_bytes;
+  const int64_t arena_count = pool.arenas_made - base.arenas_made;
+  const std::array<int64_t, kFigures> arenas_made{arena_bytes, arena_bytes, arena_bytes,
+                                                  arena_count, arena_count};
+  const auto live_base = in_arenas(base);
+  const std::array<int64_t, kFigures> arenas_base{base.arena_bytes, base.arena_bytes,
+                                                  base.arena_bytes, base.arenas, base.arenas};
+  for (size_t type = 0; type < kTypes; ++type) {
+    for (size_t i = 0; i < kFigures; ++i) {
+      c10::CachingAllocator::Stat &stat = (stats.*kColumns[i])[kTypeIndex[type]];
+      stat.current += live[i] - arenas[i];
+      if (entry.started) stat.peak = std::max(entry.peak[type][i], stat.current);
+      stat.allocated += made[i] - arenas_made[i];
+      // What is gone is what was there and what came, less what is there.
+      stat.freed += made[i] + live_base[i] - live[i] - (arenas_made[i] + arenas_base[i] - arenas[i]);
+    }
+    const int64_t empty = pool.arena_bytes - pool.live_bytes - pool.pending_bytes;
+    c10::CachingAllocator::Stat &split = stats.inactive_split_bytes[kTypeIndex[type]];
+    split.current += empty;
+    split.peak = std::max(split.peak, split.current);
+  }
+  return stats;
+}
+
+void Statistics::reset_accumulated(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
+  behind_->resetAccumulatedStats(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  at(device).base = pool;
+}
+
+void Statistics::reset_peaks(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
+  behind_->resetPeakStats(device);
+  const Figures behind = behind_of(behind_->getDeviceStats(device), pool);
+  const auto arenas = in_arenas(pool);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Device &entry = at(device);
+  entry.past.reset();
+  entry.behind = behind;
+  for (size_t type = 0; type < kTypes; ++type)
+    for (size_t i = 0; i < kFigures; ++i) entry.peak[type][i] = behind[type][i] + arenas[i];
+}
+
+void Statistics::finish(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!at(device).started) return;
+  }
+  auto past = std::make_unique<DeviceStats>(corrected(device, pool));
+  behind_->resetPeakStats(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Device &entry = at(device);
+  entry.past = std::move(past);
+  entry.started = false;
+}
+
+bool Statistics::unneeded() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::all_of(devices_.begin(), devices_.end(),
+                     [](const Device &entry) { return !entry.started && !entry.past; });
+}
+
+}  // namespace lowtide

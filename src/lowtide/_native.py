@@ -1,0 +1,139 @@
+"""Native code: found in the package, or built once; whole or not at all.
+
+A wheel carries what does not depend on torch. A source checkout has `native/` beside `src` and
+builds on first use, under a name that changes with the sources and the flags. What is built
+against the installed torch is always built on first use, from sources that the wheel carries too.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGED = Path(__file__).with_name("_native_sources")  # in a wheel
+_ALLOCATOR = (_PACKAGED if _PACKAGED.is_dir() else _ROOT / "native") / "allocator"
+_FLAGS = ("-O3", "-fPIC", "-shared", "-pthread")
+
+
+class NoNative(Exception):
+    """There is no native library here; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a library is built: every `.cc` in these folders, with these flags."""
+
+    name: str
+    what: str  # for a person
+    folders: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+
+LAYOUT = Recipe(
+    "layout",
+    "the native search",
+    (_ROOT / "native" / "layout",),
+    ("-std=c++17", "-ffp-contract=off"),
+)
+
+HOST_POOL = Recipe(
+    "pool-host",
+    "the pool over main memory",
+    (_ALLOCATOR, _ALLOCATOR / "host"),
+    ("-std=c++17",),
+)
+
+
+def torch_pool(flags: Sequence[str]) -> Recipe:
+    """The pool inside PyTorch; `flags` say where the installed torch and CUDA are."""
+    return Recipe("pool-torch", "the pool", (_ALLOCATOR, _ALLOCATOR / "torch"), tuple(flags))
+
+
+def built(recipe: Recipe, *also: str) -> Path:
+    """The library of `recipe`, built now if it is not there yet; `also` tells builds apart."""
+    if not all(folder.is_dir() for folder in recipe.folders):
+        raise NoNative(f"this installation lacks {recipe.what}: install again with a C++ compiler")
+    digest = hashlib.sha256(repr((recipe.flags, sys.platform, _compiler(), also)).encode())
+    for folder in recipe.folders:
+        for file in sorted([*folder.glob("*.cc"), *folder.glob("*.h")]):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    name = f"{recipe.name}-{digest.hexdigest()[:16]}.so"
+    for folder in _caches():
+        if (folder / name).exists() and (folder / name).stat().st_uid == os.getuid():
+            return folder / name
+    for folder in _caches():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            build(recipe, folder / name)
+            return folder / name
+    raise NoNative(f"{_caches()[0]} cannot be written, so {recipe.what} cannot be built")
+
+
+def _caches() -> list[Path]:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    own = _ROOT / ".cache" / "native" if (_ROOT / "native").is_dir() else home / "lowtide"
+    return [own, Path(tempfile.gettempdir()) / f"lowtide-{os.getuid()}"]
+
+
+def build(recipe: Recipe, target: Path) -> None:
+    """Compile `recipe` to `target`, its files side by side."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        sources = [path for folder in recipe.folders for path in sorted(folder.glob("*.cc"))]
+        flags = [*_FLAGS, *recipe.flags]
+        options = [flag for flag in flags if not flag.startswith(("-l", "-L", "-Wl", "-shared"))]
+        objects = [f"{scratch}/{i}.o" for i in range(len(sources))]
+        _run(
+            recipe,
+            [
+                [*options, "-c", str(source), "-o", out]
+                for source, out in zip(sources, objects, strict=True)
+            ],
+        )
+        links = [flag for flag in flags if flag not in options]
+        _run(recipe, [["-pthread", *objects, *links, "-o", f"{scratch}/whole.so"]])
+        os.replace(f"{scratch}/whole.so", target)
+
+
+def _run(recipe: Recipe, commands: Sequence[Sequence[str]]) -> None:
+    compiler = _compiler()
+    if compiler is None:
+        raise NoNative("there is no C++ compiler: install one, or name it with CXX")
+    waiting = list(commands)
+    running: list[subprocess.Popen[str]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                command = [*compiler.split(), *waiting.pop(0)]
+                running.append(  # S603: the compiler the user names
+                    subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603
+                )
+            process = running.pop(0)
+            _, said = process.communicate()
+            if process.returncode:
+                raise NoNative(f"{compiler} could not build {recipe.what}: {_first_line(said)}")
+    except OSError as error:
+        raise NoNative(f"{compiler} could not be run ({error.strerror})") from error
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or next(
+        (name for name in ("c++", "g++", "clang++") if shutil.which(name)), None
+    )
+
+
+def _first_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines()
+    return lines[0].strip() if lines else "no message"

@@ -1,0 +1,1 @@
+"""A plan or a policy, carried out on a live step."""

@@ -1,0 +1,213 @@
+"""The native pool, called: `native/allocator/pool.h` explains every function and field."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from lowtide._native import NoNative
+
+ABI = 1
+_MOST_LANES = 64
+
+
+class Mode(IntEnum):
+    """What the pool does with an allocation."""
+
+    PASS = 0
+    RECORD = 1
+    REPLAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What became of one lane's last step."""
+
+    lane: int
+    device: int
+    stream: int
+    allocations: int
+    signature: int
+    plan: int
+    planned: int
+    displaced: int
+    unplanned: int
+    outside: int
+    backend_bytes: int
+    arena_bytes: int
+    overflow: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step's allocations in order: sizes, and the ticks at which each was made and freed.
+
+    A tick is one allocation or free of the lane. `freed` is -1 for what still lives, and beyond
+    `ticks` for what died in a later step. Times are in nanoseconds, or -1 where none were noted.
+    """
+
+    sizes: list[int]
+    made: list[int]
+    freed: list[int]
+    made_ns: list[int]
+    freed_ns: list[int]
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What lies in a device's arenas."""
+
+    arena_bytes: int
+    arenas: int
+    live_bytes: int
+    live: int
+    pending_bytes: int
+    pending: int
+    requested_bytes: int
+    made: int
+    made_bytes: int
+    made_requested: int
+    arenas_made: int
+    arenas_made_bytes: int
+    held: int
+
+
+class _Lane(ctypes.Structure):
+    _fields_ = [
+        ("lane", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+        ("allocations", ctypes.c_int64),
+        ("signature", ctypes.c_uint64),
+        ("plan", ctypes.c_int64),
+        ("planned", ctypes.c_int64),
+        ("displaced", ctypes.c_int64),
+        ("unplanned", ctypes.c_int64),
+        ("outside", ctypes.c_int64),
+        ("backend_bytes", ctypes.c_int64),
+        ("arena_bytes", ctypes.c_int64),
+        ("overflow", ctypes.c_int32),
+    ]
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in Counts.__slots__]
+
+
+_I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_ROW = ctypes.POINTER(ctypes.c_int64)
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "abi": (_I32, []),
+    "close": (None, [_PTR]),
+    "mode": (None, [_PTR, _I32]),
+    "allocate": (_PTR, [_PTR, _I64, _I32, _PTR]),
+    "free": (_I32, [_PTR, _PTR]),
+    "touch": (_I32, [_PTR, _PTR, _I32, _PTR]),
+    "pause": (None, [_PTR, _I32]),
+    "mark": (_I32, [_PTR, ctypes.POINTER(_Lane), _I32]),
+    "step": (_I64, [_PTR, _I32, _I32, _I64, _ROW, _ROW, _ROW, _ROW, _ROW, _ROW]),
+    "plan": (_I64, [_PTR, _I32, _I64, _ROW, _I32, _ROW]),
+    "forget": (None, [_PTR, _I32, _I64]),
+    "arena": (_I32, [_PTR, _I32, _I64]),
+    "home": (_PTR, [_PTR, _I64, _I32, _PTR]),
+    "place": (_PTR, [_PTR, _PTR, _I64, _I64]),
+    "dismiss": (None, [_PTR, _PTR]),
+    "age": (_I64, [_PTR, _PTR]),
+    "reclaim": (_I64, [_PTR]),
+    "count": (None, [_PTR, _I32, ctypes.POINTER(_Counts)]),
+    "map": (_I64, [_PTR, _I32, _ROW, _I64]),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """A library with the pool in it, its functions typed."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoNative(f"{path} cannot be loaded ({error})") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, f"lowtide_pool_{name}")
+        function.restype, function.argtypes = result, arguments
+    if library.lowtide_pool_abi() != ABI:
+        raise NoNative(f"{path} is of another version of lowtide: install it again")
+    return library
+
+
+class Core:
+    """A native pool; `handle` is the library's."""
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        self._library = library
+        self._handle = handle
+        self._lanes = (_Lane * _MOST_LANES)()
+
+    def set_mode(self, mode: Mode) -> None:
+        """From now on."""
+        self._library.lowtide_pool_mode(self._handle, mode)
+
+    def mark(self) -> list[Lane]:
+        """End the step; what became of each lane's."""
+        count = self._library.lowtide_pool_mark(self._handle, self._lanes, _MOST_LANES)
+        return [
+            Lane(**{name: getattr(entry, name) or 0 for name in Lane.__slots__})
+            for entry in self._lanes[: min(count, _MOST_LANES)]
+        ]
+
+    def step(self, lane: int, back: int) -> StepRecord | None:
+        """The step `back` marks before the last one that ended."""
+        ticks = ctypes.c_int64()
+        count = self._library.lowtide_pool_step(
+            self._handle, lane, back, 0, *[None] * 5, ctypes.byref(ticks)
+        )
+        if count < 0:
+            return None
+        columns = [(ctypes.c_int64 * count)() for _ in range(5)]
+        self._library.lowtide_pool_step(
+            self._handle, lane, back, count, *columns, ctypes.byref(ticks)
+        )
+        sizes, made, freed, made_ns, freed_ns = map(list, columns)
+        return StepRecord(sizes, made, freed, made_ns, freed_ns, ticks.value)
+
+    def add_plan(self, lane: int, sizes: Sequence[int], phases: Sequence[Sequence[int]]) -> int:
+        """A plan: the offsets of each phase, -1 for what lies outside. Its number."""
+        count = len(sizes)
+        flat = [offset for offsets in phases for offset in offsets]
+        assert len(flat) == count * len(phases)
+        number = self._library.lowtide_pool_plan(
+            self._handle,
+            lane,
+            count,
+            (ctypes.c_int64 * count)(*sizes),
+            len(phases),
+            (ctypes.c_int64 * len(flat))(*flat),
+        )
+        assert number >= 0
+        return int(number)
+
+    def forget(self, lane: int, plan: int) -> None:
+        """Drop a plan."""
+        self._library.lowtide_pool_forget(self._handle, lane, plan)
+
+    def set_arena(self, lane: int, size: int) -> bool:
+        """Give a lane an arena and retire the one it has; False: no memory, nothing changed."""
+        return bool(self._library.lowtide_pool_arena(self._handle, lane, size))
+
+    def dismiss(self, home: int) -> None:
+        """Nothing more will be placed in this home."""
+        self._library.lowtide_pool_dismiss(self._handle, home)
+
+    def age(self, block: int) -> int:
+        """How many marks ago a block was allocated, or -1."""
+        return int(self._library.lowtide_pool_age(self._handle, block))
+
+    def reclaim(self) -> int:
+        """Give back what only waited; the bytes of arenas that went."""
+        return int(self._library.lowtide_pool_reclaim(self._handle))
+
+    def count(self, device: int) -> Counts:
+        """What lies in the arenas of a device."""
+        counts = _Counts()
+        self._library.lowtide_pool_count(self._handle, device, ctypes.byref(counts))
+        return Counts(*(getattr(counts, name) for name in Counts.__slots__))

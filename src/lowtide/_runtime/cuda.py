@@ -1,0 +1,126 @@
+"""The pool in front of PyTorch's CUDA allocator: built, installed, given what it needs."""
+
+import ctypes
+import functools
+
+import torch
+
+from lowtide._layout.buffers import rounded
+from lowtide._native import NoNative
+from lowtide._report.pool_text import MemorySummary
+from lowtide._runtime.core import Core, open_library
+from lowtide._runtime.planning import GRAIN
+from lowtide._runtime.storages import device_storages
+from lowtide._runtime.torch_build import build_pool
+
+_HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
+_HOME_GRAIN = 2 << 20  # PyTorch's segments are multiples of it
+_WORTH = 0.002  # of what is reserved: less waste than this is left alone
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = open_library(build_pool())
+    library.lowtide_torch_install.restype = ctypes.c_char_p
+    library.lowtide_torch_pool.restype = ctypes.c_void_p
+    library.lowtide_torch_home.restype = ctypes.c_void_p
+    library.lowtide_torch_home.argtypes = [ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p]
+    library.lowtide_torch_arena.argtypes = [ctypes.c_int32, ctypes.c_int64]
+    library.lowtide_torch_settle.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.lowtide_torch_private.argtypes = [ctypes.c_int32]
+    library.lowtide_torch_cached.restype = ctypes.c_int64
+    library.lowtide_torch_cached.argtypes = [ctypes.c_int32]
+    return library
+
+
+class CudaPlace:
+    """PyTorch's memory. Raises NoNative if the pool cannot stand in it."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise NoNative("there is no CUDA device")
+        self._library = _library()
+        torch.cuda.init()
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.memory_stats(device)  # starts PyTorch's allocator
+        why = self._library.lowtide_torch_install()
+        if why:
+            raise NoNative(why.decode())
+        self.core = Core(self._library, self._library.lowtide_torch_pool())
+        self._reserved_before = 0
+
+    def leave(self) -> None:
+        """Out of the way as soon as nothing depends on it."""
+        self._library.lowtide_torch_withdraw()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def memory(self) -> MemorySummary:
+        """PyTorch's own figures, over all devices."""
+        devices = range(torch.cuda.device_count())
+        return MemorySummary(
+            reserved_before=self._reserved_before,
+            reserved=sum(torch.cuda.memory_reserved(device) for device in devices),
+            peak_allocated=sum(torch.cuda.max_memory_allocated(device) for device in devices),
+        )
+
+    def set_arena(self, lane: int, size: int) -> bool:
+        """In a segment of its own."""
+        return bool(self._library.lowtide_torch_arena(lane, size))
+
+    def trim(self) -> None:
+        """Give cached memory back if it is worth the pause."""
+        if any(self._wasteful(device) for device in range(torch.cuda.device_count())):
+            torch.cuda.empty_cache()
+
+    def _wasteful(self, device: int) -> bool:
+        """Whether enough is cached and not in use to do something about it."""
+        cached = self._library.lowtide_torch_cached(device)
+        return bool(cached > _WORTH * torch.cuda.memory_reserved(device))
+
+    def settle(self, device: int) -> None:
+        """Move what stays (weights, optimizer state) out of half-empty segments.
+
+        Only storages that Python can reach and whose bytes are the caching allocator's own. Their
+        address changes; the storage and every tensor on it stay the same objects. Where a CUDA
+        graph has been captured nothing is moved: it knows addresses, not storages.
+        """
+        self._reserved_before += torch.cuda.memory_reserved(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        if not self._wasteful(device) or self._library.lowtide_torch_private(device):
+            return
+        storages = [
+            storage
+            for storage in device_storages(device)
+            if storage.nbytes() > 0 and self.core.age(storage.data_ptr()) not in (0, 1)
+        ]
+        storages.sort(key=lambda storage: storage.nbytes(), reverse=True)
+        with torch.cuda.device(device):
+            portion: list[torch.UntypedStorage] = []
+            for storage in storages:
+                portion.append(storage)
+                if _room(portion) >= _HOME_BYTES:
+                    self._move(portion, device)
+                    portion = []
+            self._move(portion, device)
+            torch.cuda.synchronize(device)
+
+    def _move(self, portion: list[torch.UntypedStorage], device: int) -> None:
+        if not portion:
+            return
+        stream = torch.cuda.current_stream(device).cuda_stream
+        size = rounded(_room(portion), _HOME_GRAIN)
+        home = self._library.lowtide_torch_home(size, device, stream)
+        if not home:
+            return  # they stay where they are
+        offset = 0
+        for storage in portion:
+            if self._library.lowtide_torch_settle(storage._cdata, home, offset):
+                offset += rounded(storage.nbytes(), GRAIN)
+        torch.cuda.synchronize(device)  # before the old bytes go to others
+        self.core.dismiss(home)
+
+
+def _room(storages: list[torch.UntypedStorage]) -> int:
+    return sum(rounded(storage.nbytes(), GRAIN) for storage in storages)

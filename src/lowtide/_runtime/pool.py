@@ -1,0 +1,193 @@
+"""What the pool does at each mark: watch, plan, make room, follow, and look again.
+
+Steps are recorded from the start. One that was made twice is planned as soon as the step after it
+has ended, because only then the ends of what it left behind are known. From then on plans are
+followed, and every step is still recorded: one that fits no plan, or whose blocks live longer
+than planned, is planned (again) in the same way. Plans are kept by signature, the sizes of a
+step in order, so steps of several shapes each find their own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lowtide._layout.buffers import rounded
+from lowtide._report.pool_text import PoolSummary
+from lowtide._runtime.core import Core, Lane, Mode, StepRecord
+from lowtide._runtime.planning import StepPlan, plan_step, widened
+from lowtide._units import format_bytes
+
+_ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
+_SMALLEST_ARENA = 1 << 20
+_MOST_PLANS = 32  # a lane; the least recently followed goes
+_MOST_SEEN = 4096  # signatures counted, a lane
+_MOST_REPLANS = 4  # of one signature: lives that vary without end are left displaced
+_LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
+_PATIENCE = 50  # marks until an arena that could not be had is asked for again
+
+
+class Place(Protocol):
+    """The memory that a pool stands in."""
+
+    def settle(self, device: int) -> None:
+        """Move what stays for good out of the way, before the first arena is made."""
+
+    def set_arena(self, lane: int, size: int) -> bool:
+        """Give the lane an arena; False: there is no memory."""
+
+    def trim(self) -> None:
+        """Give back what is cached and not in use, if it is much."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A planned signature."""
+
+    number: int
+    plan: StepPlan
+    record: StepRecord
+    replans: int = 0
+
+
+@dataclass(slots=True)
+class _LaneState:
+    seen: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    plans: OrderedDict[int, _Known] = field(default_factory=OrderedDict)  # least recent first
+    before: Lane | None = None  # its step before the last
+    asked_again: int = 0  # the mark from which a refused arena may be asked for again
+
+
+class Pool:
+    """Keeps a native pool in plans. `tell` is given one line when something cannot be had."""
+
+    def __init__(self, core: Core, place: Place, tell: Callable[[str], None]) -> None:
+        self._core = core
+        self._place = place
+        self._tell = tell
+        self._lanes: dict[int, _LaneState] = {}
+        self._settled: set[int] = set()
+        self._trim_due = False
+        self._marks = self._replayed = 0
+        self._planned = self._allocations = self._unplanned = self._displaced = 0
+        self._mode = Mode.RECORD
+        core.set_mode(Mode.RECORD)
+
+    def mark(self) -> None:
+        """The step is over."""
+        self._marks += 1
+        lanes = self._core.mark()
+        if self._mode is Mode.REPLAY:
+            self._account(lanes)
+        for lane in lanes:
+            self._look_at(lane)
+
+    def stop(self) -> None:
+        """Follow no more: arenas go with their last blocks."""
+        self._core.set_mode(Mode.PASS)
+        for number in self._lanes:
+            self._core.set_arena(number, 0)
+        self._core.reclaim()
+
+    def summary(self) -> PoolSummary:
+        """So far."""
+        known = [entry for state in self._lanes.values() for entry in state.plans.values()]
+        loads = [
+            max((entry.plan.max_load for entry in state.plans.values()), default=0)
+            for state in self._lanes.values()
+        ]
+        sizes = [self._arena_size(state) for state in self._lanes.values()]
+        return PoolSummary(
+            steps=self._marks,
+            replayed=self._replayed,
+            plans=len(known),
+            arena_bytes=sum(sizes),
+            planned=self._planned,
+            allocations=self._allocations,
+            unplanned=self._unplanned,
+            displaced=self._displaced,
+            load_bytes=sum(loads),
+        )
+
+    def _account(self, lanes: list[Lane]) -> None:
+        served = [lane for lane in lanes if lane.arena_bytes and lane.allocations]
+        self._replayed += bool(served) and all(lane.plan >= 0 for lane in served)
+        for lane in served:
+            self._planned += lane.planned
+            self._allocations += lane.allocations
+            self._unplanned += lane.unplanned
+            self._displaced += lane.displaced
+        if any(lane.unplanned or lane.displaced for lane in served):
+            self._trim_due = True
+        elif self._trim_due:  # the first step that needed nothing but its plan
+            self._trim_due = False
+            self._place.trim()
+
+    def _look_at(self, lane: Lane) -> None:
+        state = self._lanes.setdefault(lane.lane, _LaneState())
+        if not lane.allocations:
+            state.before = None
+            return
+        state.seen[lane.signature] = state.seen.pop(lane.signature, 0) + 1
+        if len(state.seen) > _MOST_SEEN:
+            state.seen.popitem(last=False)
+        if lane.signature in state.plans:
+            state.plans.move_to_end(lane.signature)
+        before, state.before = state.before, lane
+        if before is not None and self._wanted(before, state):
+            self._plan(before, lane, state)
+
+    def _wanted(self, step: Lane, state: _LaneState) -> bool:
+        """Whether this step, whose successor has ended, is to be planned."""
+        if step.overflow or step.allocations > _LONGEST_STEP:
+            return False
+        if self._marks < state.asked_again or state.seen.get(step.signature, 0) < 2:
+            return False
+        known = state.plans.get(step.signature)
+        if known is None:
+            return True
+        if step.plan == known.number and step.displaced:
+            return known.replans < _MOST_REPLANS
+        return not step.arena_bytes and self._arena_size(state) > 0  # it was lost: no memory
+
+    def _plan(self, step: Lane, now: Lane, state: _LaneState) -> None:
+        record = self._core.step(step.lane, 1)
+        assert record is not None
+        known = state.plans.pop(step.signature, None)
+        if known is not None:
+            self._core.forget(step.lane, known.number)
+            record = widened(record, known.record)
+        plan = plan_step(record)
+        replans = known.replans + 1 if known is not None else 0
+        size = rounded(plan.height, _ARENA_GRAIN) if plan.height >= _SMALLEST_ARENA else 0
+        if size > now.arena_bytes and not self._make_room(now, size, state):
+            return
+        number = self._core.add_plan(step.lane, plan.sizes, plan.phases)
+        state.plans[step.signature] = _Known(number, plan, record, replans)
+        if len(state.plans) > _MOST_PLANS:
+            _, oldest = state.plans.popitem(last=False)
+            self._core.forget(step.lane, oldest.number)
+        if self._mode is Mode.RECORD:
+            self._mode = Mode.REPLAY
+            self._core.set_mode(Mode.REPLAY)
+
+    def _make_room(self, lane: Lane, size: int, state: _LaneState) -> bool:
+        size = max(size, self._arena_size(state))
+        if lane.device not in self._settled:
+            self._settled.add(lane.device)
+            self._place.settle(lane.device)
+        self._trim_due = True
+        if self._place.set_arena(lane.lane, size):
+            return True
+        state.asked_again = self._marks + _PATIENCE
+        self._tell(
+            f"pool: device {lane.device} has no room for an arena of {format_bytes(size)}; "
+            "training goes on with PyTorch's own allocator"
+        )
+        return False
+
+    @staticmethod
+    def _arena_size(state: _LaneState) -> int:
+        heights = [entry.plan.height for entry in state.plans.values()]
+        height = max(heights, default=0)
+        return rounded(height, _ARENA_GRAIN) if height >= _SMALLEST_ARENA else 0

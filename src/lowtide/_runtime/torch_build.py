@@ -1,0 +1,99 @@
+"""The pool built against the torch that is installed: where its headers are, and what they have."""
+
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from lowtide._native import NoNative, Recipe, built, torch_pool
+
+# The allocator interface as the pool implements it, but for what not every version has.
+_INTERFACE = """
+    raw_alloc raw_alloc_with_stream raw_delete init getMemoryFraction setMemoryFraction
+    getExpandableSegmentSizes enable isEnabled cacheInfo getBaseAllocation recordStream snapshot
+    beginAllocateToPool endAllocateToPool releasePool getPoolUseCount createOrIncrefPool
+    setUseOnOOM setNoSplit checkPoolLiveAllocations shareIpcHandle getIpcDevPtr isHistoryEnabled
+    recordHistory recordAnnotation pushCompileContext popCompileContext setUserMetadata
+    getUserMetadata attachOutOfMemoryObserver attachAllocatorTraceTracker enablePeerAccess
+    memcpyAsync getCheckpointState setCheckpointPoolState name
+"""
+_OPTIONAL = {
+    "markCaptureBegin": {"markCaptureBegin", "markCaptureEnd"},
+    "getContextForPointer": {"getContextForPointer"},
+    "attachOomRejectionObserver": {"attachOomRejectionObserver"},
+    "allocateWithAddress": {"allocateWithAddress"},
+}
+
+
+def build_pool() -> Path:
+    """The library, built on first use. Raises NoNative where it cannot be."""
+    return built(recipe(), torch.__version__, torch.__file__)
+
+
+def recipe() -> Recipe:
+    """How the pool is built here."""
+    include = Path(torch.__file__).parent / "include"
+    libraries = include.parent / "lib"
+    flags = [
+        "-std=c++20",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *(f"-DLOWTIDE_HAS_{name}" for name in _optional(include)),
+        *("-isystem", str(include)),
+        *("-isystem", str(_cuda_headers())),
+        f"-L{libraries}",
+        "-lc10_cuda",
+        "-lc10",
+        f"-Wl,-rpath,{libraries}",
+    ]
+    if not (include / "c10/cuda/impl/cuda_cmake_macros.h").exists():  # a torch without CUDA
+        flags.append("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
+    return torch_pool(flags)
+
+
+def _optional(include: Path) -> list[str]:
+    """What this torch's allocator has of what not every version has.
+
+    A virtual function that the pool does not hand on would silently do nothing, so an interface
+    with one that is not known is refused.
+    """
+    header = include / "c10" / "cuda" / "CUDACachingAllocator.h"
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise NoNative(f"torch's headers are missing ({error.filename})") from error
+    found = virtual_functions(text)
+    known = set(_INTERFACE.split()).union(*_OPTIONAL.values())
+    unknown = found - known
+    if unknown or not found:
+        names = ", ".join(sorted(unknown)) or "no virtual function"
+        raise NoNative(
+            f"the allocator of torch {torch.__version__} has {names}, which this lowtide does not "
+            "know: update lowtide"
+        )
+    return [name for name in _OPTIONAL if name in found]
+
+
+def virtual_functions(header: str) -> set[str]:
+    """The virtual functions of the class CUDAAllocator in torch's header."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", header, flags=re.DOTALL)
+    match = re.search(r"class CUDAAllocator\b.*?\n};", code, re.DOTALL)
+    body = match.group(0) if match else ""
+    return set(re.findall(r"\bvirtual\s[^;{()]*?(\w+)\(", body))
+
+
+def _cuda_headers() -> Path:
+    """A folder with the CUDA runtime's headers: those beside torch, else an installed toolkit's."""
+    packages = Path(sysconfig.get_paths()["purelib"]), Path(torch.__file__).parents[1]
+    beside = [
+        path
+        for package in packages
+        for path in (*package.glob("nvidia/cu*/include"), package / "nvidia/cuda_runtime/include")
+    ]
+    roots = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
+    installed = [Path(root) / "include" for root in roots if root]
+    for folder in [*beside, *installed]:
+        if (folder / "cuda_runtime_api.h").exists() and (folder / "crt/host_config.h").exists():
+            return folder
+    raise NoNative("CUDA's headers are missing: pip install nvidia-cuda-runtime nvidia-cuda-crt")
