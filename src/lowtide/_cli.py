@@ -86,6 +86,30 @@ def trace_command(
     _finish(trace, place, output)
 
 
+@cli.command(
+    name="run",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option(
+    "--pool-only",
+    is_flag=True,
+    help="Only lay memory out without fragments: nothing is swapped or recomputed.",
+)
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run_command(pool_only: bool, script: Path, args: tuple[str, ...]) -> None:
+    """Train with SCRIPT, unchanged, in as few bytes as its steps need; ARGS go to it.
+
+    What it does and prints, and its exit code, are its own. At the end a summary of the memory
+    is added on the standard error.
+    """
+    if not pool_only:
+        raise BadInput("lowtide run can so far only lay memory out: add --pool-only")
+    from lowtide._runtime.run import run_script
+
+    run_script(script, args, tell=lambda text: click.echo(text, err=True))
+
+
 @cli.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option(

@@ -11,14 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGED = Path(__file__).with_name("_native_sources")  # in a wheel
 _ALLOCATOR = (_PACKAGED if _PACKAGED.is_dir() else _ROOT / "native") / "allocator"
-_FLAGS = ("-O3", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-O3", "-fPIC", "-pthread")
 
 
 class NoNative(Exception):
@@ -27,12 +27,13 @@ class NoNative(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a library is built: every `.cc` in these folders, with these flags."""
+    """How a library is built: every `.cc` in these folders, with these flags and libraries."""
 
     name: str
     what: str  # for a person
     folders: tuple[Path, ...]
     flags: tuple[str, ...]
+    links: tuple[str, ...] = ()
 
 
 LAYOUT = Recipe(
@@ -50,16 +51,22 @@ HOST_POOL = Recipe(
 )
 
 
-def torch_pool(flags: Sequence[str]) -> Recipe:
-    """The pool inside PyTorch; `flags` say where the installed torch and CUDA are."""
-    return Recipe("pool-torch", "the pool", (_ALLOCATOR, _ALLOCATOR / "torch"), tuple(flags))
+def torch_pool(flags: Sequence[str], links: Sequence[str]) -> Recipe:
+    """The pool inside PyTorch; the flags say where the installed torch and CUDA are."""
+    folders = _ALLOCATOR, _ALLOCATOR / "torch"
+    return Recipe("pool-torch", "the pool", folders, tuple(flags), tuple(links))
 
 
-def built(recipe: Recipe, *also: str) -> Path:
-    """The library of `recipe`, built now if it is not there yet; `also` tells builds apart."""
+def built(recipe: Recipe, *also: str, before: Callable[[], None] = lambda: None) -> Path:
+    """The library of `recipe`, built now if it is not there yet.
+
+    `also` tells builds apart; `before` is called before one that takes a while.
+    """
     if not all(folder.is_dir() for folder in recipe.folders):
         raise NoNative(f"this installation lacks {recipe.what}: install again with a C++ compiler")
-    digest = hashlib.sha256(repr((recipe.flags, sys.platform, _compiler(), also)).encode())
+    digest = hashlib.sha256(
+        repr((recipe.flags, recipe.links, sys.platform, _compiler(), also)).encode()
+    )
     for folder in recipe.folders:
         for file in sorted([*folder.glob("*.cc"), *folder.glob("*.h")]):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -73,6 +80,7 @@ def built(recipe: Recipe, *also: str) -> Path:
         except OSError:
             continue
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            before()
             build(recipe, folder / name)
             return folder / name
     raise NoNative(f"{_caches()[0]} cannot be written, so {recipe.what} cannot be built")
@@ -85,22 +93,24 @@ def _caches() -> list[Path]:
 
 
 def build(recipe: Recipe, target: Path) -> None:
-    """Compile `recipe` to `target`, its files side by side."""
+    """Compile and link `recipe` to `target`."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = [path for folder in recipe.folders for path in sorted(folder.glob("*.cc"))]
-        flags = [*_FLAGS, *recipe.flags]
-        options = [flag for flag in flags if not flag.startswith(("-l", "-L", "-Wl", "-shared"))]
-        objects = [f"{scratch}/{i}.o" for i in range(len(sources))]
-        _run(
-            recipe,
-            [
-                [*options, "-c", str(source), "-o", out]
-                for source, out in zip(sources, objects, strict=True)
-            ],
-        )
-        links = [flag for flag in flags if flag not in options]
-        _run(recipe, [["-pthread", *objects, *links, "-o", f"{scratch}/whole.so"]])
-        os.replace(f"{scratch}/whole.so", target)
+        objects = compile_objects(recipe, Path(scratch))
+        whole = f"{scratch}/whole.so"
+        _run(recipe, [["-shared", "-pthread", *objects, *recipe.links, "-o", whole]])
+        os.replace(whole, target)
+
+
+def compile_objects(recipe: Recipe, folder: Path) -> list[str]:
+    """Compile every source of `recipe` into `folder`, side by side."""
+    sources = [path for folder in recipe.folders for path in sorted(folder.glob("*.cc"))]
+    objects = [str(folder / f"{i}.o") for i in range(len(sources))]
+    commands = [
+        [*_FLAGS, *recipe.flags, "-c", str(source), "-o", target]
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    _run(recipe, commands)
+    return objects
 
 
 def _run(recipe: Recipe, commands: Sequence[Sequence[str]]) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -19,8 +20,8 @@ _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    library = open_library(build_pool())
+def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
+    library = open_library(build_pool(tell))
     library.lowtide_torch_install.restype = ctypes.c_char_p
     library.lowtide_torch_pool.restype = ctypes.c_void_p
     library.lowtide_torch_home.restype = ctypes.c_void_p
@@ -34,13 +35,10 @@ def _library() -> ctypes.CDLL:
 
 
 class CudaPlace:
-    """PyTorch's memory. Raises NoNative if the pool cannot stand in it."""
+    """PyTorch's memory, once CUDA is in use. Raises NoNative if the pool cannot stand in it."""
 
-    def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise NoNative("there is no CUDA device")
-        self._library = _library()
-        torch.cuda.init()
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._library = _library(tell)
         for device in range(torch.cuda.device_count()):
             torch.cuda.memory_stats(device)  # starts PyTorch's allocator
         why = self._library.lowtide_torch_install()
@@ -52,8 +50,8 @@ class CudaPlace:
     def leave(self) -> None:
         """Out of the way as soon as nothing depends on it."""
         self._library.lowtide_torch_withdraw()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
+        torch.cuda.empty_cache()
 
     def memory(self) -> MemorySummary:
         """PyTorch's own figures, over all devices."""
@@ -87,6 +85,7 @@ class CudaPlace:
         """
         self._reserved_before += torch.cuda.memory_reserved(device)
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # made again when needed, not in a large segment
         torch.cuda.empty_cache()
         if not self._wasteful(device) or self._library.lowtide_torch_private(device):
             return

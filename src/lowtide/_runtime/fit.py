@@ -1,11 +1,13 @@
 """`lowtide.fit`: a training loop made to need less memory while a `with` block lasts."""
 
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,10 +32,10 @@ def fit(
     any optimizer's step), `model` which evaluations are not part of a step.
 
     The first steps run as ever and are watched. On leaving, the memory goes with its last tensor.
-    Where there is no CUDA device, or the pool cannot be built, a warning says so and training
-    goes on as without lowtide.
+    Where CUDA is not used, or the pool cannot be built, a warning says so and training goes on as
+    without lowtide.
     """
-    return Tide(model, optimizer, pool=pool)
+    return Tide(model, optimizer, pool=pool, tell=_warn)
 
 
 class Tide:
@@ -45,46 +47,31 @@ class Tide:
         optimizer: Optimizer | Iterable[Optimizer] | None,
         *,
         pool: bool,
+        tell: Callable[[str], None],
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise BadInput(f"model is a {type(model).__name__}: give an nn.Module or None")
-        given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        try:
-            optimizers = list(given or [])
-        except TypeError:
-            optimizers = [given]  # type: ignore[list-item]
-        for one in optimizers:
-            if not isinstance(one, Optimizer):
-                raise BadInput(f"optimizer is a {type(one).__name__}: give a torch optimizer")
         if not pool:
             raise BadInput("pool=False leaves nothing to do: lowtide has no other means yet")
         self._model = model
-        self._optimizers = optimizers
+        self._optimizers = _optimizers(optimizer)
+        self._tell = tell
         self._undo: ExitStack | None = None
         self._pool: Pool | None = None
         self._place: CudaPlace | None = None
-        self._off = "it has not been entered"
+        self._off = "it has not been entered"  # why there is no pool
+        self._waits = False  # for CUDA to be used
+        self._told = False  # that it waits
 
     def __enter__(self) -> Self:
         if self._undo is not None:
             raise BadInput("this fit is entered already: make another one with lowtide.fit")
-        self._off = ""
+        self._off, self._waits = "CUDA is not in use", True
         with ExitStack() as undo:
-            try:
-                self._place = CudaPlace()
-            except NoNative as error:
-                self._off = str(error)
-                warnings.warn(
-                    f"lowtide: the pool is off: {error}; training goes on with PyTorch's own "
-                    "allocator",
-                    LowtideWarning,
-                    stacklevel=2,
-                )
-            else:
-                undo.callback(self._place.leave)
-                self._pool = Pool(self._place.core, self._place, _tell)
-                undo.callback(self._pool.stop)
-                Marks(self._model, self._optimizers, self._mark, undo)
+            self._undo = undo
+            if torch.cuda.is_initialized():
+                self._start()
+            Marks(self._model, self._optimizers, self._mark, undo)
             self._undo = undo.pop_all()
         return self
 
@@ -104,10 +91,45 @@ class Tide:
             return f"pool: off: {self._off}"
         return render_pool(self._pool.summary(), self._place.memory())
 
+    def _start(self) -> None:
+        """Put the pool in place, now that CUDA is in use."""
+        assert self._undo is not None
+        self._off, self._waits = "", False
+        try:
+            self._place = CudaPlace(_progress)
+        except NoNative as error:
+            self._off = str(error)
+            self._tell(f"the pool is off: {error}; training goes on with PyTorch's own allocator")
+            return
+        self._undo.callback(self._place.leave)
+        self._pool = Pool(self._place.core, self._place, self._tell)
+        self._undo.callback(self._pool.stop)
+
     def _mark(self) -> None:
-        assert self._pool is not None
-        self._pool.mark()
+        if self._pool is not None:
+            self._pool.mark()
+        elif self._waits and torch.cuda.is_initialized():
+            self._start()
+        elif self._waits and not self._told:
+            self._told = True
+            self._tell(f"the pool is off: {self._off}")
 
 
-def _tell(line: str) -> None:
+def _optimizers(given: object) -> list[Optimizer]:
+    if given is None:
+        return []
+    several = isinstance(given, Iterable) and not isinstance(given, Optimizer)
+    found = []
+    for one in given if several else [given]:  # type: ignore[attr-defined]
+        if not isinstance(one, Optimizer):
+            raise BadInput(f"optimizer is a {type(one).__name__}: give a torch optimizer")
+        found.append(one)
+    return found
+
+
+def _warn(line: str) -> None:
     warnings.warn(f"lowtide: {line}", LowtideWarning, stacklevel=2)
+
+
+def _progress(line: str) -> None:
+    sys.stderr.write(f"lowtide: {line}\n")

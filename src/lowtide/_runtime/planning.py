@@ -1,9 +1,12 @@
 """A recorded step -> the offsets its allocations are to have when it is made again."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lowtide._errors import BadInput
 from lowtide._layout.buffers import Buffer, rounded
-from lowtide._layout.pack import pack
+from lowtide._layout.pack import Packing, pack
 from lowtide._runtime.core import StepRecord
 
 GRAIN = 512  # bytes: as PyTorch's allocator rounds
@@ -19,6 +22,7 @@ class StepPlan:
 
     sizes: list[int]
     phases: list[list[int]]
+    left: list[int]  # the allocations that outlive their step
     height: int
     max_load: int
 
@@ -30,12 +34,17 @@ def widened(step: StepRecord, other: StepRecord) -> StepRecord:
     return replace(step, freed=freed, ticks=max(step.ticks, other.ticks))
 
 
-def plan_step(step: StepRecord, *, seconds: float = 2.0) -> StepPlan:
+def plan_step(
+    step: StepRecord, *, beside: StepPlan | None = None, room: int = 0, seconds: float = 2.0
+) -> StepPlan:
     """Pack one step of those that repeat it; lives may go on into the next one.
 
     With no life longer than the step, one set of offsets serves every step. With longer ones, the
     step is laid out twice, as two phases of a step of double length: then what lives on takes
     its bytes only while it lives. What outlives even that, or has no end yet, stays outside.
+
+    The next step may be of another shape and follow another plan, `beside`. So that what is left
+    behind is not in its way, it is put where that plan leaves its own, if `room` allows.
     """
     lives = [
         end - start if end >= 0 else None for start, end in zip(step.made, step.freed, strict=True)
@@ -53,12 +62,43 @@ def plan_step(step: StepRecord, *, seconds: float = 2.0) -> StepPlan:
         for i, life in enumerate(lives)
         if life is not None and life <= period
     ]
+    left = [i for i, end in enumerate(step.freed) if end > step.ticks]
     phases = [[-1] * len(step.sizes) for _ in range(count)]
     if not buffers:
-        return StepPlan(step.sizes, phases, 0, 0)
-    packing = pack(buffers, period=period, align=GRAIN, seconds=seconds)
+        return StepPlan(step.sizes, phases, left, 0, 0)
+    packing = None
+    if beside is not None and len(beside.phases) == count:
+        packing = _pack_beside(buffers, left, step, beside, period, room, seconds)
+    if packing is None:
+        packing = pack(buffers, period=period, align=GRAIN, seconds=seconds)
     for buffer in packing.buffers:
         phase, i = map(int, buffer.name.split(":"))
         assert buffer.offset is not None
         phases[phase][i] = buffer.offset
-    return StepPlan(step.sizes, phases, packing.height, packing.max_load)
+    return StepPlan(step.sizes, phases, left, packing.height, packing.max_load)
+
+
+def _pack_beside(
+    buffers: Sequence[Buffer],
+    left: Sequence[int],
+    step: StepRecord,
+    beside: StepPlan,
+    period: int,
+    room: int,
+    seconds: float,
+) -> Packing | None:
+    """The layout with what is left behind where the other plan leaves blocks of the same size."""
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for i in beside.left:
+        waiting[beside.sizes[i]].append(i)
+    partner = {i: waiting[step.sizes[i]].pop(0) for i in left if waiting[step.sizes[i]]}
+    fixed = []
+    for buffer in buffers:
+        phase, i = map(int, buffer.name.split(":"))
+        offset = beside.phases[phase][partner[i]] if i in partner else -1
+        fixed.append(replace(buffer, offset=offset) if offset >= 0 else buffer)
+    try:
+        packing = pack(fixed, period=period, align=GRAIN, capacity=room, seconds=seconds)
+    except BadInput:  # they would share bytes: there, they are not all alive together
+        return None
+    return packing if packing.height <= room else None

@@ -23,6 +23,7 @@ _SMALLEST_ARENA = 1 << 20
 _MOST_PLANS = 32  # a lane; the least recently followed goes
 _MOST_SEEN = 4096  # signatures counted, a lane
 _MOST_REPLANS = 4  # of one signature: lives that vary without end are left displaced
+_TROUBLE = 3  # fewer may be due to what lay where before the plan was made
 _LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
 _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 
@@ -48,6 +49,7 @@ class _Known:
     plan: StepPlan
     record: StepRecord
     replans: int = 0
+    trouble: int = 0  # its last so many steps found planned bytes still in use
 
 
 @dataclass(slots=True)
@@ -56,6 +58,10 @@ class _LaneState:
     plans: OrderedDict[int, _Known] = field(default_factory=OrderedDict)  # least recent first
     before: Lane | None = None  # its step before the last
     asked_again: int = 0  # the mark from which a refused arena may be asked for again
+
+    def arena_size(self) -> int:
+        """What all plans fit in."""
+        return _arena_size(max((known.plan.height for known in self.plans.values()), default=0))
 
 
 class Pool:
@@ -80,7 +86,9 @@ class Pool:
         if self._mode is Mode.REPLAY:
             self._account(lanes)
         for lane in lanes:
-            self._look_at(lane)
+            state = self._lanes.setdefault(lane.lane, _LaneState())
+            if self._marks > 1:  # the first step's frees of what was there before are not seen
+                self._look_at(lane, state)
 
     def stop(self) -> None:
         """Follow no more: arenas go with their last blocks."""
@@ -96,7 +104,7 @@ class Pool:
             max((entry.plan.max_load for entry in state.plans.values()), default=0)
             for state in self._lanes.values()
         ]
-        sizes = [self._arena_size(state) for state in self._lanes.values()]
+        sizes = [state.arena_size() for state in self._lanes.values()]
         return PoolSummary(
             steps=self._marks,
             replayed=self._replayed,
@@ -123,22 +131,23 @@ class Pool:
             self._trim_due = False
             self._place.trim()
 
-    def _look_at(self, lane: Lane) -> None:
-        state = self._lanes.setdefault(lane.lane, _LaneState())
+    def _look_at(self, lane: Lane, state: _LaneState) -> None:
         if not lane.allocations:
             state.before = None
             return
         state.seen[lane.signature] = state.seen.pop(lane.signature, 0) + 1
         if len(state.seen) > _MOST_SEEN:
             state.seen.popitem(last=False)
-        if lane.signature in state.plans:
+        known = state.plans.get(lane.signature)
+        if known is not None:
             state.plans.move_to_end(lane.signature)
+            known.trouble = known.trouble + 1 if lane.displaced else 0
         before, state.before = state.before, lane
-        if before is not None and self._wanted(before, state):
+        if before is not None and self._wanted(before, lane, state):
             self._plan(before, lane, state)
 
-    def _wanted(self, step: Lane, state: _LaneState) -> bool:
-        """Whether this step, whose successor has ended, is to be planned."""
+    def _wanted(self, step: Lane, now: Lane, state: _LaneState) -> bool:
+        """Whether this step, whose successor `now` has ended, is to be planned."""
         if step.overflow or step.allocations > _LONGEST_STEP:
             return False
         if self._marks < state.asked_again or state.seen.get(step.signature, 0) < 2:
@@ -146,9 +155,9 @@ class Pool:
         known = state.plans.get(step.signature)
         if known is None:
             return True
-        if step.plan == known.number and step.displaced:
+        if known.trouble >= _TROUBLE:
             return known.replans < _MOST_REPLANS
-        return not step.arena_bytes and self._arena_size(state) > 0  # it was lost: no memory
+        return not now.arena_bytes and state.arena_size() > 0  # it was lost: no memory
 
     def _plan(self, step: Lane, now: Lane, state: _LaneState) -> None:
         record = self._core.step(step.lane, 1)
@@ -157,27 +166,43 @@ class Pool:
         if known is not None:
             self._core.forget(step.lane, known.number)
             record = widened(record, known.record)
-        plan = plan_step(record)
-        replans = known.replans + 1 if known is not None else 0
-        size = rounded(plan.height, _ARENA_GRAIN) if plan.height >= _SMALLEST_ARENA else 0
+        highest = max(
+            (other.plan for other in state.plans.values()), key=lambda p: p.height, default=None
+        )
+        plan = plan_step(record, beside=highest, room=now.arena_bytes)
+        size = _arena_size(plan.height)
         if size > now.arena_bytes and not self._make_room(now, size, state):
             return
-        number = self._core.add_plan(step.lane, plan.sizes, plan.phases)
-        state.plans[step.signature] = _Known(number, plan, record, replans)
-        if len(state.plans) > _MOST_PLANS:
-            _, oldest = state.plans.popitem(last=False)
-            self._core.forget(step.lane, oldest.number)
+        replans = known.replans + 1 if known is not None else 0
+        self._add(step, _Known(-1, plan, record, replans), state)
+        if highest is not None and plan.height > highest.height:
+            self._follow_suit(step, plan, max(size, now.arena_bytes), state)
         if self._mode is Mode.RECORD:
             self._mode = Mode.REPLAY
             self._core.set_mode(Mode.REPLAY)
 
+    def _add(self, step: Lane, known: _Known, state: _LaneState) -> None:
+        known.number = self._core.add_plan(step.lane, known.plan.sizes, known.plan.phases)
+        state.plans[step.signature] = known
+        if len(state.plans) > _MOST_PLANS:
+            _, oldest = state.plans.popitem(last=False)
+            self._core.forget(step.lane, oldest.number)
+
+    def _follow_suit(self, step: Lane, highest: StepPlan, room: int, state: _LaneState) -> None:
+        """Lay the lower plans out again, beside the new highest."""
+        for signature, known in list(state.plans.items()):
+            if signature != step.signature:
+                self._core.forget(step.lane, known.number)
+                known.plan = plan_step(known.record, beside=highest, room=room)
+                known.trouble = 0
+                known.number = self._core.add_plan(step.lane, known.plan.sizes, known.plan.phases)
+
     def _make_room(self, lane: Lane, size: int, state: _LaneState) -> bool:
-        size = max(size, self._arena_size(state))
         if lane.device not in self._settled:
             self._settled.add(lane.device)
             self._place.settle(lane.device)
         self._trim_due = True
-        if self._place.set_arena(lane.lane, size):
+        if self._place.set_arena(lane.lane, max(size, state.arena_size())):
             return True
         state.asked_again = self._marks + _PATIENCE
         self._tell(
@@ -186,8 +211,6 @@ class Pool:
         )
         return False
 
-    @staticmethod
-    def _arena_size(state: _LaneState) -> int:
-        heights = [entry.plan.height for entry in state.plans.values()]
-        height = max(heights, default=0)
-        return rounded(height, _ARENA_GRAIN) if height >= _SMALLEST_ARENA else 0
+
+def _arena_size(height: int) -> int:
+    return rounded(height, _ARENA_GRAIN) if height >= _SMALLEST_ARENA else 0

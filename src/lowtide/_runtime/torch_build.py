@@ -3,6 +3,7 @@
 import os
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,9 +28,14 @@ _OPTIONAL = {
 }
 
 
-def build_pool() -> Path:
+def build_pool(tell: Callable[[str], None] = lambda _: None) -> Path:
     """The library, built on first use. Raises NoNative where it cannot be."""
-    return built(recipe(), torch.__version__, torch.__file__)
+    return built(
+        recipe(),
+        torch.__version__,
+        torch.__file__,
+        before=lambda: tell(f"building the pool against torch {torch.__version__}, once"),
+    )
 
 
 def recipe() -> Recipe:
@@ -42,14 +48,10 @@ def recipe() -> Recipe:
         *(f"-DLOWTIDE_HAS_{name}" for name in _optional(include)),
         *("-isystem", str(include)),
         *("-isystem", str(_cuda_headers())),
-        f"-L{libraries}",
-        "-lc10_cuda",
-        "-lc10",
-        f"-Wl,-rpath,{libraries}",
     ]
     if not (include / "c10/cuda/impl/cuda_cmake_macros.h").exists():  # a torch without CUDA
         flags.append("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
-    return torch_pool(flags)
+    return torch_pool(flags, [f"-L{libraries}", "-lc10_cuda", "-lc10", f"-Wl,-rpath,{libraries}"])
 
 
 def _optional(include: Path) -> list[str]:

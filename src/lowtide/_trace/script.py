@@ -5,18 +5,15 @@ as soon as a steady step has been seen.
 """
 
 import gc
-import io
 import os
-import sys
 import traceback
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lowtide._errors import BadInput, NoStep, ScriptFailed
 from lowtide._ir import Phase, Trace
+from lowtide._script import as_main, execute
 from lowtide._trace.cut import cut
 from lowtide._trace.record import Recorder
 from lowtide._trace.steps import Bounds, closing_marks, last_step, repeating_step
@@ -39,9 +36,9 @@ def trace_script(
     if not script.is_file():
         raise BadInput(f"{script} is not a file: name the training script to run")
     watch = _Watch(warmup, tell)
-    with watch.recorder, _as_main(script, args):
+    with watch.recorder, as_main(script, args):
         try:
-            _execute(script)
+            execute(script)
         except _Enough:
             pass
         except SystemExit as error:
@@ -130,31 +127,6 @@ def _bounds_at_end(script: Path, recording: Trace, watch: _Watch) -> Bounds:
         f"{script} never trains: {len(recording.ops)} ops, no optimizer step and no sequence of "
         f"ops that repeats; name a script that trains for a few steps"
     )
-
-
-def _execute(script: Path) -> None:
-    """Run `script` as the module that is now `__main__`."""
-    name = os.path.abspath(script)
-    main = sys.modules["__main__"]
-    main.__file__ = name
-    with io.open_code(name) as file:
-        code = compile(file.read(), name, "exec")
-    exec(code, vars(main))  # noqa: S102 - running the person's own script is what this is for
-
-
-@contextmanager
-def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
-    """What a script expects of `sys` when it is started by its name."""
-    argv, path, main = sys.argv, sys.path[:], sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.argv = [str(script), *args]
-    sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        sys.argv = argv
-        sys.path[:] = path
 
 
 def _failure(script: Path, error: BaseException) -> str:
