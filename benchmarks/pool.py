@@ -2,6 +2,8 @@
 
 python benchmarks/pool.py --out benchmarks/results/pool.json [--only VGG-16,...] [--steps FOLDER]
 
+A file that is there is added to, so that a run may be parted with --only.
+
 Memory: warm up, empty the cache, run a few more steps, and take the most that was reserved and the
 most that was allocated in those. A fresh process for each model and allocator; the next ones
 load their imports while they wait for the GPU.
@@ -134,7 +136,10 @@ def same_numbers(name: str, steps: int = 50) -> dict[str, Any]:
 
     ready()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as deterministic algorithms want it
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_flash_sdp(False)  # their backward differs from run to run
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     batch = max(2, SUBJECTS[name].batch // 8)
 
     def losses(pool: bool) -> list[float]:
@@ -328,12 +333,11 @@ def main() -> None:
     build_seconds = time.perf_counter() - began
     chosen = options.only.split(",") if options.only else [*SUBJECTS, *TASKS]
     names = [name for name in SUBJECTS if name in chosen]
-    results: dict[str, Any] = {
-        "machine": machine_facts(),
-        "build_seconds": build_seconds,
-        "models": {name: {"batch": SUBJECTS[name].batch} for name in names},
-        "same": {},
-    }
+    results: dict[str, Any] = {"models": {}, "same": {}}
+    if options.out and options.out.exists():  # measured in several runs
+        results = json.loads(options.out.read_text())
+    results |= {"machine": machine_facts(), "build_seconds": build_seconds}
+    results["models"] |= {name: {"batch": SUBJECTS[name].batch} for name in names}
     tasks: list[tuple[str, ...]] = [
         ("case", name, allocator, str(options.steps or ""))
         for name in names
@@ -346,11 +350,11 @@ def main() -> None:
             results["models"][task[1]][task[2]] = figures
             if task[2] == "lowtide":
                 show(task[1], results["models"][task[1]])
-        elif task[0] == "same":
-            results["same"][task[1]] = figures
-            print(*task, figures, flush=True)
         else:
-            results[task[0]] = figures
+            if task[0] == "same":
+                results["same"][task[1]] = figures
+            else:
+                results[task[0]] = figures
             print(*task, figures, flush=True)
         if options.out:  # what is there is kept, should the rest fail
             options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,8 @@ void lowtide_pool_close(lowtide_pool *pool) { delete pool; }
 
 void lowtide_pool_mode(lowtide_pool *pool, int32_t mode) { pool->pool.set_mode(mode); }
 
+void lowtide_pool_stop(lowtide_pool *pool) { pool->pool.stop(); }
+
 void *lowtide_pool_allocate(lowtide_pool *pool, int64_t bytes, int32_t device, void *stream) {
   return pool->pool.allocate(bytes, {device, stream});
 }

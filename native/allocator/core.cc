@@ -31,6 +31,21 @@ void Pool::set_mode(int32_t mode) {
   for (const auto &lane : lanes_) lane->follower.reset();
 }
 
+void Pool::stop() {
+  Lock lock(mutex_);
+  mode_.store(LOWTIDE_POOL_PASS, std::memory_order_relaxed);
+  for (const auto &lane : lanes_) {
+    lane->follower = {};
+    lane->told = {};
+    if (lane->arena) lane->arena->retired = true;
+    lane->arena = nullptr;
+  }
+  sweep(lock);
+  const std::vector<void *> bases = drained();
+  lock.unlock();
+  release(bases);
+}
+
 void Pool::pause(bool paused) {
   std::vector<std::pair<Arena *, int64_t>> deferred;
   Lock lock(mutex_);

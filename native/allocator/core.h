@@ -31,6 +31,7 @@ class Pool {
 
   void set_mode(int32_t mode);
   int32_t mode() const { return mode_.load(std::memory_order_relaxed); }
+  void stop();
   void pause(bool paused);
 
   // nullptr: there is no memory.

@@ -84,6 +84,8 @@ lowtide_pool *lowtide_pool_open(const lowtide_pool_backend *backend);
 void lowtide_pool_close(lowtide_pool *pool);
 
 void lowtide_pool_mode(lowtide_pool *pool, int32_t mode);
+// Back to mode PASS: plans are dropped, arenas retired, and what the last step told is forgotten.
+void lowtide_pool_stop(lowtide_pool *pool);
 void *lowtide_pool_allocate(lowtide_pool *pool, int64_t bytes, int32_t device, void *stream);
 // 1: it is gone; 0: the block is none of the pool's.
 int32_t lowtide_pool_free(lowtide_pool *pool, void *block);

@@ -383,6 +383,50 @@ def test_out_of_memory_is_raised_and_survived() -> None:
         assert tide._pool is not None
 
 
+def test_an_arena_is_made_where_memory_is_short() -> None:
+    """No room for the arena beside the gradients of the last step: they wait in main memory."""
+    model, optimizer = make(2048)
+    train(model, optimizer, 64, 2048)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(model, optimizer, 64, 2048)
+    need = torch.cuda.max_memory_allocated()
+    gradients = sum(p.nbytes for p in model.parameters())
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((need + gradients // 2) / total)
+        with lowtide.fit(model, optimizer) as tide:
+            losses = [train(model, optimizer, 64, 2048) for _ in range(10)]
+            assert tide._pool is not None
+            assert tide._pool.summary().replayed >= 4
+        assert all(torch.isfinite(loss) for loss in losses)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_one_fit_at_a_time() -> None:
+    model, optimizer = make(256)
+    with lowtide.fit(model, optimizer):
+        with pytest.raises(lowtide.BadInput, match="another fit is under way"):
+            lowtide.fit(model, optimizer).__enter__()
+        train(model, optimizer, 64, 256)
+    for _ in range(2):  # but one after the other
+        with lowtide.fit(model, optimizer) as tide:
+            for _ in range(8):
+                train(model, optimizer, 64, 256)
+            assert tide._pool is not None
+            assert tide._pool.summary().replayed >= 3
+
+
+def test_both_ways_to_ask_agree() -> None:
+    model, optimizer = make()
+    with lowtide.fit(model, optimizer):
+        for _ in range(8):
+            train(model, optimizer)
+        assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated()
+        assert torch.accelerator.max_memory_allocated() == torch.cuda.max_memory_allocated()
+
+
 def test_evaluation_in_between_does_not_grow() -> None:
     model, optimizer = make()
     x = torch.randn(512, 1024, device="cuda")

@@ -10,6 +10,7 @@ from pools import MIB, Bench, bench
 
 from lowtide._runtime.core import Mode, StepRecord
 from lowtide._runtime.planning import plan_step, widened
+from lowtide._runtime.pool import Pool
 
 
 def train(b: Bench, batch: int = 1, *, left: list[int] | None = None) -> list[int]:
@@ -268,6 +269,24 @@ def test_an_arena_goes_back_with_its_last_block_and_never_before() -> None:
         assert b.host.bytes == b.place.arenas[-1]
         b.host.free(left[-1])
         assert b.host.bytes == 0
+
+
+def test_a_second_session_starts_from_nothing() -> None:
+    with bench() as b:
+        left: list[int] = []
+        for _ in range(6):
+            left = train(b, left=left)
+        b.pool.stop()
+        for block in left:
+            b.host.free(block)
+        b.pool = Pool(b.host.core, b.place, b.told.append)
+        left = []
+        for i in range(8):
+            left = train(b, 2, left=left)
+            assert b.pool.summary().plans == (i >= 2)
+        summary = b.pool.summary()
+        assert summary.replayed == 5
+        assert summary.unplanned == summary.displaced == 0
 
 
 def test_without_room_for_an_arena_training_goes_on() -> None:

@@ -258,10 +258,15 @@ std::vector<void *> Allocator::plug_holes(int32_t device, void *stream, int64_t 
   for (const auto &segment : now.segments) {
     if (segment.device != device || segment.stream != stream || !segment.is_large) continue;
     if (segment.owner_private_pool_id != c10::MempoolId_t{0, 0} || segment.is_expandable) continue;
-    for (const auto &block : segment.blocks)
-      if (!block.active && static_cast<int64_t>(block.size) >= bytes)
+    for (const auto &block : segment.blocks) {
+      if (block.active || static_cast<int64_t>(block.size) < bytes) continue;
+      try {
         plugs.push_back(
             behind_->raw_alloc_with_stream(block.size, static_cast<cudaStream_t>(stream)));
+      } catch (const c10::OutOfMemoryError &) {
+        return plugs;  // the hole is gone
+      }
+    }
   }
   return plugs;
 }
@@ -303,7 +308,7 @@ bool Allocator::settle(c10::StorageImpl &storage, void *home, int64_t offset) {
   const c10::DataPtr &old = storage.data_ptr();
   const int64_t bytes = static_cast<int64_t>(storage.nbytes());
   const bool ours = old.get_deleter() == &give_back;
-  if (!bytes || old.get() != old.get_context() ||
+  if (!bytes || !old.get() || old.get() != old.get_context() ||
       (!ours && old.get_deleter() != behind_->raw_deleter()))
     return false;
   const c10::Device device = old.device();

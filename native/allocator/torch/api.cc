@@ -4,15 +4,35 @@
 
 using lowtide::Allocator;
 
-const char *lowtide_torch_install(void) {
-  static std::string why;
-  why = Allocator::the().objection();
-  if (!why.empty()) return why.c_str();
-  Allocator::the().install();
-  return nullptr;
+namespace {
+
+// Nothing is thrown into C: what fails gives `otherwise`.
+template <typename Result, typename Call>
+Result guarded(Result otherwise, Call call) noexcept {
+  try {
+    return call();
+  } catch (...) {
+    return otherwise;
+  }
 }
 
-void lowtide_torch_withdraw(void) { Allocator::the().withdraw(); }
+}  // namespace
+
+const char *lowtide_torch_install(void) {
+  static std::string why;
+  return guarded<const char *>("PyTorch's allocator raised an error", [] {
+    why = Allocator::the().objection();
+    if (why.empty()) Allocator::the().install();
+    return why.empty() ? nullptr : why.c_str();
+  });
+}
+
+void lowtide_torch_withdraw(void) {
+  guarded(0, [] {
+    Allocator::the().withdraw();
+    return 0;
+  });
+}
 
 int32_t lowtide_torch_installed(void) {
   return c10::cuda::CUDACachingAllocator::get() == &Allocator::the();
@@ -20,18 +40,24 @@ int32_t lowtide_torch_installed(void) {
 
 lowtide_pool *lowtide_torch_pool(void) { return Allocator::the().pool(); }
 
-int64_t lowtide_torch_cached(int32_t device) { return Allocator::the().cached(device); }
+int64_t lowtide_torch_cached(int32_t device) {
+  return guarded<int64_t>(0, [&] { return Allocator::the().cached(device); });
+}
 
-int32_t lowtide_torch_private(int32_t device) { return Allocator::the().has_private(device); }
+int32_t lowtide_torch_private(int32_t device) {
+  return guarded<int32_t>(1, [&] { return Allocator::the().has_private(device); });
+}
 
 int32_t lowtide_torch_arena(int32_t lane, int64_t bytes) {
-  return Allocator::the().set_arena(lane, bytes);
+  return guarded<int32_t>(0, [&] { return Allocator::the().set_arena(lane, bytes); });
 }
 
 void *lowtide_torch_home(int64_t bytes, int32_t device, void *stream) {
-  return Allocator::the().home(bytes, device, stream);
+  return guarded<void *>(nullptr, [&] { return Allocator::the().home(bytes, device, stream); });
 }
 
 int32_t lowtide_torch_settle(void *storage, void *home, int64_t offset) {
-  return Allocator::the().settle(*static_cast<c10::StorageImpl *>(storage), home, offset);
+  return guarded<int32_t>(0, [&] {
+    return Allocator::the().settle(*static_cast<c10::StorageImpl *>(storage), home, offset);
+  });
 }

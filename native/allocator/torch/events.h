@@ -10,17 +10,20 @@
 
 namespace lowtide {
 
+// Blocks are freed in destructors, so nothing here throws: where CUDA fails (it is broken, or shutting
+// down) the event never passes, and the bytes that wait for it are not handed out again.
 class Events {
  public:
   // Behind all that the stream has been given so far.
-  void *record(int32_t device, cudaStream_t stream);
-  bool passed(void *event);
+  void *record(int32_t device, cudaStream_t stream) noexcept;
+  bool passed(void *event) noexcept;
   void drop(void *event);
 
  private:
   struct Event {
     int32_t device;
     cudaEvent_t handle;
+    bool recorded;
   };
 
   std::mutex mutex_;

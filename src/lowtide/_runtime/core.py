@@ -102,6 +102,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "abi": (_I32, []),
     "close": (None, [_PTR]),
     "mode": (None, [_PTR, _I32]),
+    "stop": (None, [_PTR]),
     "allocate": (_PTR, [_PTR, _I64, _I32, _PTR]),
     "free": (_I32, [_PTR, _PTR]),
     "touch": (_I32, [_PTR, _PTR, _I32, _PTR]),
@@ -146,6 +147,10 @@ class Core:
     def set_mode(self, mode: Mode) -> None:
         """From now on."""
         self._library.lowtide_pool_mode(self._handle, mode)
+
+    def stop(self) -> None:
+        """Back to PASS; plans are dropped and arenas go with their last blocks."""
+        self._library.lowtide_pool_stop(self._handle)
 
     def mark(self) -> list[Lane]:
         """End the step; what became of each lane's."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from lowtide._errors import BadInput
 from lowtide._layout.buffers import rounded
 from lowtide._native import NoNative
 from lowtide._report.pool_text import MemorySummary
@@ -37,7 +38,11 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
 class CudaPlace:
     """PyTorch's memory, once CUDA is in use. Raises NoNative if the pool cannot stand in it."""
 
+    in_use = False  # by one fit at a time
+
     def __init__(self, tell: Callable[[str], None]) -> None:
+        if CudaPlace.in_use:
+            raise BadInput("another fit is under way: leave it before entering this one")
         self._library = _library(tell)
         for device in range(torch.cuda.device_count()):
             torch.cuda.memory_stats(device)  # starts PyTorch's allocator
@@ -46,9 +51,11 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
+        CudaPlace.in_use = True
 
     def leave(self) -> None:
         """Out of the way as soon as nothing depends on it."""
+        CudaPlace.in_use = False
         self._library.lowtide_torch_withdraw()
         torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
         torch.cuda.empty_cache()
@@ -62,9 +69,33 @@ class CudaPlace:
             peak_allocated=sum(torch.cuda.max_memory_allocated(device) for device in devices),
         )
 
-    def set_arena(self, lane: int, size: int) -> bool:
-        """In a segment of its own."""
-        return bool(self._library.lowtide_torch_arena(lane, size))
+    def set_arena(self, lane: int, size: int, device: int) -> bool:
+        """In a segment of its own.
+
+        What the last step left behind (gradients) lies beside the new arena until it is freed.
+        Where there is no room for both, it waits in main memory while the arena is made.
+        """
+        if self._library.lowtide_torch_arena(lane, size):
+            return True
+        torch.cuda.synchronize(device)
+        parked = [
+            (storage, storage.nbytes(), storage.cpu())
+            for storage in device_storages(device)
+            if storage.resizable() and self.core.age(storage.data_ptr()) in (0, 1)
+        ]
+        for storage, _, _ in parked:
+            storage.resize_(0)
+        done = bool(self._library.lowtide_torch_arena(lane, size))
+        with torch.cuda.device(device):
+            for storage, length, content in parked:
+                try:
+                    storage.resize_(length)
+                except torch.OutOfMemoryError:  # what was there comes first
+                    self._library.lowtide_torch_arena(lane, 0)
+                    done = False
+                    storage.resize_(length)
+                storage.copy_(content)
+        return done
 
     def trim(self) -> None:
         """Give cached memory back if it is worth the pause."""

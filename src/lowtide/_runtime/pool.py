@@ -34,8 +34,8 @@ class Place(Protocol):
     def settle(self, device: int) -> None:
         """Move what stays for good out of the way, before the first arena is made."""
 
-    def set_arena(self, lane: int, size: int) -> bool:
-        """Give the lane an arena; False: there is no memory."""
+    def set_arena(self, lane: int, size: int, device: int) -> bool:
+        """Give the lane an arena on its device; False: there is no memory."""
 
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much."""
@@ -92,10 +92,7 @@ class Pool:
 
     def stop(self) -> None:
         """Follow no more: arenas go with their last blocks."""
-        self._core.set_mode(Mode.PASS)
-        for number in self._lanes:
-            self._core.set_arena(number, 0)
-        self._core.reclaim()
+        self._core.stop()
 
     def summary(self) -> PoolSummary:
         """So far."""
@@ -202,7 +199,7 @@ class Pool:
             self._settled.add(lane.device)
             self._place.settle(lane.device)
         self._trim_due = True
-        if self._place.set_arena(lane.lane, max(size, state.arena_size())):
+        if self._place.set_arena(lane.lane, max(size, state.arena_size()), lane.device):
             return True
         state.asked_again = self._marks + _PATIENCE
         self._tell(
