@@ -125,7 +125,7 @@ def test_a_step_that_leaves_something_out_finds_back_into_its_plan(missing: int)
 def test_shapes_that_alternate_each_keep_their_plan() -> None:
     with bench() as b:
         left: list[int] = []
-        for i in range(12):
+        for i in range(24):
             left = train(b, 1 + i % 3, left=left)
         settled = b.host.bytes
         before = b.pool.summary()
@@ -137,6 +137,20 @@ def test_shapes_that_alternate_each_keep_their_plan() -> None:
         assert after.replayed - before.replayed == 300
         assert after.unplanned == before.unplanned
         assert after.displaced == before.displaced
+
+
+def test_planning_takes_a_bounded_share_of_the_time() -> None:
+    """Shapes that vary without end are not all planned: training would wait for its layouts."""
+    with bench() as b:
+        b.pool._planning_seconds = 1e9  # as if it had taken for ever
+        left: list[int] = []
+        for _ in range(8):
+            left = train(b, left=left)
+        assert b.pool.summary().plans == 0
+        b.pool._planning_seconds = 0.0
+        for _ in range(3):
+            left = train(b, left=left)
+        assert b.pool.summary().plans == 1
 
 
 def test_a_lost_step_uses_the_room_in_its_arena() -> None:

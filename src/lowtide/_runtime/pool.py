@@ -7,6 +7,7 @@ than planned, is planned (again) in the same way. Plans are kept by signature, t
 step in order, so steps of several shapes each find their own.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from lowtide._units import format_bytes
 
 _ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
 _SMALLEST_ARENA = 1 << 20
-_MOST_PLANS = 32  # a lane; the least recently followed goes
+_MOST_PLANS = 256  # a lane; the least recently followed goes
+_GRACE_SECONDS = 1.0  # that planning may take in any case; beyond it, ...
+_PLANNING_SHARE = 0.02  # ... of the time: shapes that vary without end are not all worth a plan
 _MOST_SEEN = 4096  # signatures counted, a lane
 _MOST_REPLANS = 4  # of one signature: lives that vary without end are left displaced
 _TROUBLE = 3  # fewer may be due to what lay where before the plan was made
@@ -48,6 +51,7 @@ class _Known:
     number: int
     plan: StepPlan
     record: StepRecord
+    beside: int  # the signature of the highest plan when it was laid out, or -1
     replans: int = 0
     trouble: int = 0  # its last so many steps found planned bytes still in use
 
@@ -58,6 +62,10 @@ class _LaneState:
     plans: OrderedDict[int, _Known] = field(default_factory=OrderedDict)  # least recent first
     before: Lane | None = None  # its step before the last
     asked_again: int = 0  # the mark from which a refused arena may be asked for again
+
+    def highest(self) -> int:
+        """The signature of the highest plan, or -1."""
+        return max(self.plans, key=lambda s: self.plans[s].plan.height, default=-1)
 
     def arena_size(self) -> int:
         """What all plans fit in."""
@@ -75,6 +83,8 @@ class Pool:
         self._settled: set[int] = set()
         self._trim_due = False
         self._marks = self._replayed = 0
+        self._began = time.monotonic()
+        self._planning_seconds = 0.0
         self._planned = self._allocations = self._unplanned = self._displaced = 0
         self._mode = Mode.RECORD
         core.set_mode(Mode.RECORD)
@@ -149,9 +159,14 @@ class Pool:
             return False
         if self._marks < state.asked_again or state.seen.get(step.signature, 0) < 2:
             return False
+        elapsed = time.monotonic() - self._began
+        if self._planning_seconds > _GRACE_SECONDS + _PLANNING_SHARE * elapsed:
+            return False
         known = state.plans.get(step.signature)
         if known is None:
             return True
+        if known.trouble and known.beside != state.highest():
+            return True  # what another shape left behind was in the way
         if known.trouble >= _TROUBLE:
             return known.replans < _MOST_REPLANS
         return not now.arena_bytes and state.arena_size() > 0  # it was lost: no memory
@@ -163,36 +178,24 @@ class Pool:
         if known is not None:
             self._core.forget(step.lane, known.number)
             record = widened(record, known.record)
-        highest = max(
-            (other.plan for other in state.plans.values()), key=lambda p: p.height, default=None
-        )
-        plan = plan_step(record, beside=highest, room=now.arena_bytes)
+        highest = state.highest()
+        beside = state.plans[highest].plan if highest in state.plans else None
+        began = time.monotonic()
+        plan = plan_step(record, beside=beside, room=now.arena_bytes)
+        self._planning_seconds += time.monotonic() - began
         size = _arena_size(plan.height)
         if size > now.arena_bytes and not self._make_room(now, size, state):
             return
-        replans = known.replans + 1 if known is not None else 0
-        self._add(step, _Known(-1, plan, record, replans), state)
-        if highest is not None and plan.height > highest.height:
-            self._follow_suit(step, plan, max(size, now.arena_bytes), state)
-        if self._mode is Mode.RECORD:
-            self._mode = Mode.REPLAY
-            self._core.set_mode(Mode.REPLAY)
-
-    def _add(self, step: Lane, known: _Known, state: _LaneState) -> None:
-        known.number = self._core.add_plan(step.lane, known.plan.sizes, known.plan.phases)
-        state.plans[step.signature] = known
+        number = self._core.add_plan(step.lane, plan.sizes, plan.phases)
+        known_as = known.beside if known is not None else highest
+        replans = known.replans + 1 if known is not None and known_as == highest else 0
+        state.plans[step.signature] = _Known(number, plan, record, highest, replans)
         if len(state.plans) > _MOST_PLANS:
             _, oldest = state.plans.popitem(last=False)
             self._core.forget(step.lane, oldest.number)
-
-    def _follow_suit(self, step: Lane, highest: StepPlan, room: int, state: _LaneState) -> None:
-        """Lay the lower plans out again, beside the new highest."""
-        for signature, known in list(state.plans.items()):
-            if signature != step.signature:
-                self._core.forget(step.lane, known.number)
-                known.plan = plan_step(known.record, beside=highest, room=room)
-                known.trouble = 0
-                known.number = self._core.add_plan(step.lane, known.plan.sizes, known.plan.phases)
+        if self._mode is Mode.RECORD:
+            self._mode = Mode.REPLAY
+            self._core.set_mode(Mode.REPLAY)
 
     def _make_room(self, lane: Lane, size: int, state: _LaneState) -> bool:
         if lane.device not in self._settled:
