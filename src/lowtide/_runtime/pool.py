@@ -165,8 +165,9 @@ class Pool:
         known = state.plans.get(step.signature)
         if known is None:
             return True
-        if known.trouble and known.beside != state.highest():
-            return True  # what another shape left behind was in the way
+        stale = known.beside != state.highest() != step.signature
+        if stale and (known.trouble or now.displaced):
+            return True  # what it left behind was in the way, or what another left in its own
         if known.trouble >= _TROUBLE:
             return known.replans < _MOST_REPLANS
         return not now.arena_bytes and state.arena_size() > 0  # it was lost: no memory
