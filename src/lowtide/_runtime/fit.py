@@ -61,7 +61,7 @@ class Tide:
         self._place: CudaPlace | None = None
         self._off = "it has not been entered"  # why there is no pool
         self._waits = False  # for CUDA to be used
-        self._told = False  # that it waits
+        self.told_off = False  # whether it has said why there is no pool
 
     def __enter__(self) -> Self:
         if self._undo is not None:
@@ -99,6 +99,7 @@ class Tide:
             self._place = CudaPlace(_progress)
         except NoNative as error:
             self._off = str(error)
+            self.told_off = True
             self._tell(f"the pool is off: {error}; training goes on with PyTorch's own allocator")
             return
         self._undo.callback(self._place.leave)
@@ -110,8 +111,8 @@ class Tide:
             self._pool.mark()
         elif self._waits and torch.cuda.is_initialized():
             self._start()
-        elif self._waits and not self._told:
-            self._told = True
+        elif self._waits and not self.told_off:
+            self.told_off = True
             self._tell(f"the pool is off: {self._off}")
 
 

@@ -29,7 +29,8 @@ def run_script(script: Path, args: Sequence[str], tell: Callable[[str], None]) -
             _show(error, script)
             sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
         finally:
-            if os.getpid() == process:  # not in a child that the script forked
+            forked = os.getpid() != process  # a child that the script made
+            if not forked and not tide.told_off:
                 tell(tide.summary())
 
 

@@ -1,0 +1,69 @@
+"""`lowtide run`: the script is the person's own, and so is how it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TRAIN = """
+import sys, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("trained", *sys.argv[1:], __name__)
+"""
+
+
+def run(
+    script: Path, *args: str, flags: tuple[str, ...] = ("--pool-only",)
+) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "lowtide", "run", *flags, str(script), *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_runs_as_ever(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    code, out, err = run(script, "--epochs", "3")
+    assert (code, out) == (0, "trained --epochs 3 __main__\n")
+    assert err == "lowtide: the pool is off: CUDA is not in use\n"
+
+
+def test_its_exit_code_is_the_scripts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; sys.exit(7)")
+    assert run(script)[0] == 7
+    script.write_text("import sys; sys.exit('no data')")
+    code, _, err = run(script)
+    assert code == 1
+    assert "no data" in err.splitlines()
+
+
+def test_its_traceback_is_the_scripts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def f():\n    raise ValueError('bad data')\nf()\n")
+    code, _, err = run(script)
+    assert code == 1
+    assert "ValueError: bad data" in err
+    assert "lowtide/" not in err  # none of our frames
+    script.write_text("raise KeyboardInterrupt")
+    assert run(script)[0] == 130
+    script.write_text("def f(:\n")
+    code, _, err = run(script)
+    assert code == 1
+    assert "SyntaxError" in err
+
+
+def test_what_cannot_be_run_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    code, _, err = run(script)
+    assert code == 2
+    assert err == f"lowtide: {script} is not a file: name the training script to run\n"
+    script.write_text(TRAIN)
+    code, _, err = run(script, flags=())
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "add --pool-only" in err
