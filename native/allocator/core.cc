@@ -129,7 +129,9 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
     const int64_t offset = choose(lane, bytes);
     if (offset >= 0) {
       put(*lane.arena, offset, bytes, origin);
-      if (receipt) *receipt = {Place::kArena, rounded(bytes), stream.device, stats(stream.device)};
+      if (receipt)
+        *receipt = {Place::kArena, rounded(bytes), bytes,
+                    false,         stream.device,  stats(stream.device)};
       return lane.arena->base + offset;
     }
   }
@@ -145,48 +147,58 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
       lane.backend_bytes -= bytes;
       if (Arena *arena = block ? arena_at(block) : nullptr)
         arena->find(static_cast<char *>(block) - arena->base)->origin = origin;
-      if (receipt) *receipt = {where, rounded(bytes), stream.device, stats(stream.device)};
+      if (receipt)
+        *receipt = {where, rounded(bytes), bytes, false, stream.device, stats(stream.device)};
       return block;
     }
   }
   lock.lock();
   held_[block] = {bytes, origin};
   ++stats(stream.device).held;
-  if (receipt) *receipt = {Place::kBackend, 0, stream.device, stats(stream.device)};
+  if (receipt) *receipt = {Place::kBackend, 0, bytes, false, stream.device, stats(stream.device)};
   return block;
 }
 
 // The backend has no memory: find some of what the pool keeps.
 void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
-  const Stream stream = lanes_[static_cast<size_t>(number)]->stream;
-  const auto again = [&] {
-    *place = Place::kBackend;
-    return backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
+  const auto again = [&](Lock &lock) {
+    const std::vector<void *> bases = drained();
+    const Stream stream = lanes_[static_cast<size_t>(number)]->stream;
+    lock.unlock();
+    release(bases);
+    void *block = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
+    lock.lock();
+    *place = block ? Place::kBackend : Place::kNowhere;
+    return block;
   };
-  if (reclaim() > 0)
-    if (void *block = again()) return block;
   Lock lock(mutex_);
   Lane &lane = *lanes_[static_cast<size_t>(number)];
-  if (lane.arena) {
-    const int64_t offset = lane.arena->best_fit(rounded(bytes));
-    if (offset >= 0) {
-      put(*lane.arena, offset, bytes, {});
-      *place = Place::kArena;
-      return lane.arena->base + offset;
-    }
+  const bool waited = !waiting_.empty() && !paused_;
+  if (waited) sweep(lock, true);
+  const int64_t offset = lane.arena ? lane.arena->best_fit(rounded(bytes)) : -1;
+  if (offset >= 0) {
+    put(*lane.arena, offset, bytes, {});
+    *place = Place::kArena;
+    return lane.arena->base + offset;
   }
-  bool any = false;
+  bool any = waited;
   for (const auto &other : lanes_)
-    if (other->arena && other->arena->blocks().empty() && other->stream.device == stream.device) {
+    if (other->arena && other->stream.device == lane.stream.device &&
+        other->arena->blocks().empty()) {
       other->arena->retired = any = true;
       other->arena = nullptr;
     }
+  if (any)
+    if (void *block = again(lock)) return block;
+  // The step fits nowhere beside the arena.  Without it, it may.
+  ++lane.told.refused;
+  for (const auto &other : lanes_)
+    if (other->arena && other->stream.device == lane.stream.device) {
+      other->arena->retired = true;
+      other->arena = nullptr;
+    }
   *place = Place::kNowhere;
-  if (!any) return nullptr;
-  const std::vector<void *> bases = drained();
-  lock.unlock();
-  release(bases);
-  return again();
+  return nullptr;
 }
 
 void Pool::note_free(const Origin &origin, int64_t requested, bool in_backend) {
@@ -218,11 +230,11 @@ Pool::Place Pool::free(void *pointer, Receipt *receipt) {
     const int64_t offset = static_cast<char *>(pointer) - arena->base;
     Block *const block = arena->find(offset);
     if (!block || block->pending) return Place::kNowhere;
-    const int64_t bytes = block->bytes;
+    const int64_t bytes = block->bytes, requested = block->requested;
     const int32_t device = arena->stream.device;
     if (block->touched.empty()) {
       remove(*arena, offset);
-      if (receipt) *receipt = {Place::kArena, bytes, device, stats(device)};
+      if (receipt) *receipt = {Place::kArena, bytes, requested, false, device, stats(device)};
       if (arena->retired && arena->blocks().empty()) {
         const std::vector<void *> bases = drained();
         lock.unlock();
@@ -237,7 +249,7 @@ Pool::Place Pool::free(void *pointer, Receipt *receipt) {
     counts.pending += 1;
     counts.pending_bytes += bytes;
     block->pending = true;
-    if (receipt) *receipt = {Place::kArena, bytes, device, counts};
+    if (receipt) *receipt = {Place::kArena, bytes, requested, true, device, counts};
     if (paused_)
       deferred_.emplace_back(arena, offset);
     else
@@ -268,13 +280,15 @@ void Pool::record_events(Lock &lock, Arena *arena, int64_t offset) {
 }
 
 // Frees the blocks whose events have passed.
-void Pool::sweep(Lock &lock) {
+void Pool::sweep(Lock &lock, bool wait) {
   if (paused_ || waiting_.empty()) return;
   std::vector<Waiting> asked;
   asked.swap(waiting_);
   lock.unlock();
   for (Waiting &waiting : asked)
-    while (!waiting.events.empty() && backend_.passed(backend_.context, waiting.events.back())) {
+    while (!waiting.events.empty()) {
+      if (wait) backend_.wait(backend_.context, waiting.events.back());
+      if (!backend_.passed(backend_.context, waiting.events.back())) break;
       backend_.drop(backend_.context, waiting.events.back());
       waiting.events.pop_back();
     }
@@ -416,16 +430,24 @@ bool Pool::set_arena(int32_t number, int64_t bytes) {
   if (number < 0 || number >= static_cast<int32_t>(lanes_.size()) || bytes < 0) return false;
   Lane &lane = *lanes_[static_cast<size_t>(number)];
   Arena *old = lane.arena;
+  int64_t gone = 0;
   if (old) old->retired = true;
-  if (old && old->blocks().empty()) old = nullptr;  // makes room for the new one
+  if (old && old->blocks().empty()) {  // makes room for the new one
+    gone = old->bytes;
+    old = nullptr;
+  }
   lane.arena = nullptr;
   const std::vector<void *> bases = drained();
   lock.unlock();
   release(bases);
   void *base = nullptr;
-  if (bytes)
-    base = backend_.allocate(backend_.context, bytes, lane.stream.device, lane.stream.handle);
+  const auto allocate = [&](int64_t size) {
+    return backend_.allocate(backend_.context, size, lane.stream.device, lane.stream.handle);
+  };
+  if (bytes) base = allocate(bytes);
+  void *const as_before = bytes && !base && gone ? allocate(gone) : nullptr;
   lock.lock();
+  if (as_before) lane.arena = add_arena(as_before, gone, lane.stream);
   if (base) {
     lane.arena = add_arena(base, bytes, lane.stream);
   } else if (bytes && std::any_of(arenas_.begin(), arenas_.end(),

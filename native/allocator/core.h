@@ -22,6 +22,8 @@ class Pool {
   struct Receipt {
     Place place = Place::kNowhere;
     int64_t bytes = 0;         // that the block takes in its arena
+    int64_t requested = 0;
+    bool pending = false;      // freed, but another stream may still use it
     int32_t device = 0;
     lowtide_pool_stats stats{};  // of the device, afterwards
   };
@@ -91,7 +93,7 @@ class Pool {
   void remove(Arena &arena, int64_t offset);
   void note_free(const Origin &origin, int64_t requested, bool in_backend);
   void record_events(Lock &lock, Arena *arena, int64_t offset);
-  void sweep(Lock &lock);
+  void sweep(Lock &lock, bool wait = false);
   // Takes drained arenas off the list; their bases are the caller's to release, unlocked.
   std::vector<void *> drained();
   void release(const std::vector<void *> &bases);

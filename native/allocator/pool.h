@@ -15,6 +15,8 @@
 //      departs costs memory, never correctness.
 //   4. No lock is held while the backend is called.
 //   5. An arena goes back to the backend when it is retired and its last block is gone.
+//   6. No memory is said only when nothing is left that would come back by waiting; and the lane's arena
+//      is retired then, so that what did not fit beside it can be tried again without.
 #ifndef LOWTIDE_POOL_H
 #define LOWTIDE_POOL_H
 
@@ -36,6 +38,7 @@ typedef struct {
   // An event behind all that `stream` has been given so far.
   void *(*record)(void *context, int32_t device, void *stream);
   int32_t (*passed)(void *context, void *event);  // whether it has; does not wait
+  void (*wait)(void *context, void *event);       // until it has
   void (*drop)(void *context, void *event);
 } lowtide_pool_backend;
 
@@ -60,6 +63,7 @@ typedef struct {
   int64_t backend_bytes;    // the most bytes of this step's blocks held in the backend at once
   int64_t arena_bytes;      // 0: the lane has no arena
   int32_t overflow;         // the step was too long to be noted whole
+  int32_t refused;          // allocations for which there was no memory anywhere
 } lowtide_pool_lane;
 
 typedef struct {
@@ -109,8 +113,8 @@ int64_t lowtide_pool_step(lowtide_pool *pool, int32_t lane, int32_t back, int64_
 int64_t lowtide_pool_plan(lowtide_pool *pool, int32_t lane, int64_t count, const int64_t *sizes,
                           int32_t phases, const int64_t *offsets);
 void lowtide_pool_forget(lowtide_pool *pool, int32_t lane, int64_t plan);
-// Gives the lane an arena of `bytes` and retires the one it has.  0: no memory, nothing changed.
-// With bytes 0 the lane is left without one.
+// Gives the lane an arena of `bytes` and retires the one it has.  0: no memory; the lane keeps its old
+// arena, or one like it.  With bytes 0 the lane is left without one.
 int32_t lowtide_pool_arena(lowtide_pool *pool, int32_t lane, int64_t bytes);
 // An arena of no lane, for blocks that `place` puts into it; it goes back with the last of them, or
 // at once by `dismiss` if it has none.  Returns its base, or NULL.

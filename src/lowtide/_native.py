@@ -81,7 +81,10 @@ def built(recipe: Recipe, *also: str, before: Callable[[], None] = lambda: None)
             continue
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             before()
-            build(recipe, folder / name)
+            try:
+                build(recipe, folder / name)
+            except OSError as error:
+                raise NoNative(f"{recipe.what} cannot be built in {folder} ({error})") from error
             return folder / name
     raise NoNative(f"{_caches()[0]} cannot be written, so {recipe.what} cannot be built")
 

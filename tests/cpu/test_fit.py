@@ -51,6 +51,39 @@ def test_bad_arguments_are_one_line() -> None:
         tide.__enter__()
 
 
+def test_a_fit_inside_another_leaves_the_pool_to_it() -> None:
+    model, optimizer = make()
+    with lowtide.fit(model, optimizer):
+        inner = lowtide.fit(model, optimizer)
+        with pytest.warns(lowtide.LowtideWarning, match="another fit is under way"), inner:
+            pass
+        assert inner.summary() == "pool: off: another fit is under way, and has it"
+    with lowtide.fit(model, optimizer) as tide:  # and then it is free again
+        pass
+    assert tide.summary() == "pool: off: CUDA is not in use"
+
+
+def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def mark(self) -> None:
+            raise AssertionError("a law was broken")
+
+        def stop(self) -> None:
+            pass
+
+        def capturing(self) -> bool:
+            return False
+
+    model, optimizer = make()
+    with lowtide.fit(model, optimizer) as tide:
+        monkeypatch.setattr(tide, "_pool", Broken())
+        monkeypatch.setattr(tide, "_place", Broken())
+        with pytest.warns(lowtide.LowtideWarning, match=r"it failed \(AssertionError: a law"):
+            train(model, optimizer)
+        train(model, optimizer)
+    assert "please report it" in tide.summary()
+
+
 def test_a_fit_does_not_start_cuda() -> None:
     code = (
         "import torch, lowtide\n"
@@ -93,6 +126,19 @@ def test_a_round_of_several_optimizers_is_one_step() -> None:
             train(*critic)
             train(*generator)
     assert 10 <= count.marks <= 12  # until it is known which steps most rarely
+
+
+def test_an_optimizer_that_has_had_its_day_closes_nothing() -> None:
+    head, whole = make(), make()
+    count = Counter()
+    with ExitStack() as undo:
+        Marks(None, [], count, undo)
+        for _ in range(100):
+            train(*head)
+        assert count.marks == 100
+        for _ in range(300):
+            train(*whole)
+    assert count.marks >= 360
 
 
 def test_each_evaluation_is_a_step_of_its_own() -> None:

@@ -399,23 +399,79 @@ def test_an_arena_is_made_where_memory_is_short() -> None:
             losses = [train(model, optimizer, 64, 2048) for _ in range(10)]
             assert tide._pool is not None
             assert tide._pool.summary().replayed >= 4
-        assert all(torch.isfinite(loss) for loss in losses)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    del model, optimizer
+    model, optimizer = make(2048)
+    plain = [train(model, optimizer, 64, 2048) for _ in range(12)][2:]
+    assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
 
 
 def test_one_fit_at_a_time() -> None:
     model, optimizer = make(256)
     with lowtide.fit(model, optimizer):
-        with pytest.raises(lowtide.BadInput, match="another fit is under way"):
-            lowtide.fit(model, optimizer).__enter__()
         train(model, optimizer, 64, 256)
+        inner = lowtide.fit(model, optimizer)
+        with pytest.warns(lowtide.LowtideWarning, match="another fit is under way"), inner:
+            train(model, optimizer, 64, 256)
+        train(model, optimizer, 64, 256)
+    peak = 0
     for _ in range(2):  # but one after the other
         with lowtide.fit(model, optimizer) as tide:
             for _ in range(8):
                 train(model, optimizer, 64, 256)
             assert tide._pool is not None
             assert tide._pool.summary().replayed >= 3
+        assert torch.cuda.max_memory_allocated() >= peak
+        peak = torch.cuda.max_memory_allocated()
+
+
+def test_a_whole_step_is_captured_inside() -> None:
+    """PyTorch's recipe: warm up on a side stream, then forward, backward and step in one graph."""
+    torch.manual_seed(0)
+    model = Net(256, dropout=0.0).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(64, 256, device="cuda")
+    stream = torch.cuda.Stream()
+    with lowtide.fit(model, optimizer):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                optimizer.zero_grad(set_to_none=True)
+                F.mse_loss(model(x), x).backward()
+                optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+        before = float(loss)
+        for _ in range(20):
+            graph.replay()
+        assert float(loss) < before
+    optimizer.zero_grad(set_to_none=True)
+    del graph, loss
+
+
+def test_the_peak_is_true_after_leaving() -> None:
+    fillers = [torch.empty(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(200)]
+    fillers = fillers[::2]
+    model, optimizer = make(512)
+    del fillers
+    with lowtide.fit(model, optimizer):
+        for _ in range(6):
+            train(model, optimizer, 512, 512)
+        inside = torch.cuda.max_memory_allocated()
+    assert torch.cuda.max_memory_allocated() == inside
+    optimizer.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_allocated() == before
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del block
+    assert torch.cuda.max_memory_allocated() == before + 64 * MIB  # weights lie in homes
 
 
 def test_both_ways_to_ask_agree() -> None:

@@ -240,6 +240,9 @@ void run_case(Random &random, const std::vector<Step> &recorded) {
         std::this_thread::yield();
         lowtide_pool_pause(pool, 0);
       }
+      if (round > 3 && pick(random, 0, 3) == 0)  // while they run
+        lowtide_pool_arena(pool, 0, pick(random, 0, 1) * pick(random, 1, 4096) * 4096);
+      if (round > 3 && pick(random, 0, 5) == 0) lowtide_pool_forget(pool, 0, pick(random, 0, 3));
       for (std::thread &thread : running) thread.join();
       lowtide_pool_lane lanes[8];
       const int32_t count = std::min(8, lowtide_pool_mark(pool, lanes, 8));
@@ -248,14 +251,18 @@ void run_case(Random &random, const std::vector<Step> &recorded) {
         for (int32_t lane = 0; lane < count; ++lane) {
           const Step &step = steps[static_cast<size_t>(round) % steps.size()];
           int64_t height = 0;
-          const std::vector<int64_t> offset = layout(step, random, height);
-          lowtide_pool_plan(pool, lane, static_cast<int64_t>(offset.size()), step.size.data(), 1,
-                            offset.data());
+          std::vector<int64_t> offset = layout(step, random, height);
+          const int64_t count = static_cast<int64_t>(offset.size());
+          const int32_t phases = static_cast<int32_t>(pick(random, 1, 2));
+          if (phases == 2)
+            for (int64_t i = 0; i < count; ++i)
+              offset.push_back(offset[static_cast<size_t>(i)] < 0 ? -1 : offset[static_cast<size_t>(i)] + 512);
+          lowtide_pool_plan(pool, lane, count, step.size.data(), phases, offset.data());
           if (lanes[lane].arena_bytes < height || pick(random, 0, 3) == 0)
             lowtide_pool_arena(pool, lane, (height + 4095) / 4096 * 4096);
         }
     }
-    for (int32_t lane = 0; lane < 2; ++lane) lowtide_pool_arena(pool, lane, 0);
+    lowtide_pool_stop(pool);
   }
   for (intptr_t stream = 0; stream < 4; ++stream)
     checker.finish(host, reinterpret_cast<void *>(stream + 100));

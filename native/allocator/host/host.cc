@@ -1,5 +1,6 @@
 #include "host.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -63,6 +64,15 @@ int32_t passed(void *context, void *event) {
   return host.streams[asked.stream].second >= asked.at;
 }
 
+// The stream's work ends while one waits for it.
+void wait(void *context, void *event) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  const Event &asked = *static_cast<Event *>(event);
+  int64_t &done = host.streams[asked.stream].second;
+  done = std::max(done, asked.at);
+}
+
 void drop(void *context, void *event) {
   lowtide_host &host = host_of(context);
   const std::lock_guard<std::mutex> lock(host.mutex);
@@ -84,7 +94,7 @@ void lowtide_host_close(lowtide_host *host) {
 }
 
 lowtide_pool *lowtide_host_pool(lowtide_host *host) {
-  const lowtide_pool_backend backend{host, allocate, release, record, passed, drop};
+  const lowtide_pool_backend backend{host, allocate, release, record, passed, wait, drop};
   return lowtide_pool_open(&backend);
 }
 

@@ -49,6 +49,8 @@ void *record_event(void *context, int32_t device, void *stream) {
 
 int32_t event_passed(void *context, void *event) { return context_of(context).events->passed(event); }
 
+void wait_event(void *context, void *event) { context_of(context).events->wait(event); }
+
 void drop_event(void *context, void *event) { context_of(context).events->drop(event); }
 
 }  // namespace
@@ -60,8 +62,9 @@ Allocator &Allocator::the() {
 }
 
 Allocator::Allocator(native::CUDAAllocator *behind) : behind_(behind), statistics_(behind) {
-  const lowtide_pool_backend backend{new Context{behind, &events_}, allocate_behind, release_behind,
-                                     record_event,                  event_passed,    drop_event};
+  const lowtide_pool_backend backend{
+      new Context{behind, &events_}, allocate_behind, release_behind, record_event,
+      event_passed,                  wait_event,      drop_event};
   pool_ = lowtide_pool_open(&backend);
 }
 
@@ -88,7 +91,7 @@ void Allocator::withdraw() {
 }
 
 void Allocator::withdraw_if_done() {
-  if (!leaving_ || !pool_->pool.idle()) return;
+  if (!leaving_ || routed_ > 0 || !pool_->pool.idle()) return;
   for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device)
     statistics_.finish(device, pool_->pool.count(device));
   if (!statistics_.unneeded()) return;  // resetPeakStats comes by again
@@ -97,7 +100,7 @@ void Allocator::withdraw_if_done() {
     c10::SetAllocator(c10::DeviceType::CUDA, behind_);
 }
 
-bool Allocator::off(c10::DeviceIndex) const {
+bool Allocator::off() const {
   return pool_->pool.mode() == LOWTIDE_POOL_PASS || routed_.load(std::memory_order_relaxed) > 0;
 }
 
@@ -125,10 +128,16 @@ void *Allocator::take(size_t bytes, c10::DeviceIndex device, cudaStream_t stream
                                        static_cast<size_t>(stats.reserved_bytes[0].current),
                                        cuda_device(device));
     }
-  } else if (receipt.stats.arenas) {
-    statistics_.saw_behind(device, receipt.stats);
+  } else if (statistics_.on()) {
+    statistics_.saw_behind(device, receipt.stats, receipt.requested);
   }
   return block;
+}
+
+// Allocated past the pool: peaks are sums with what lies in arenas all the same.
+void Allocator::passed_by(c10::DeviceIndex device, size_t bytes) {
+  if (bytes && statistics_.on())
+    statistics_.saw_behind(device, pool_->pool.count(device), static_cast<int64_t>(bytes));
 }
 
 void Allocator::give(void *block) {
@@ -141,8 +150,9 @@ void Allocator::give(void *block) {
             ->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(block));
       if (history_.on()) {
         const auto device = static_cast<c10::DeviceIndex>(receipt.device);
-        history_.add(History::Entry::FREE_REQUESTED, device, block, receipt.bytes, nullptr);
-        history_.add(History::Entry::FREE_COMPLETED, device, block, receipt.bytes, nullptr);
+        history_.add(History::Entry::FREE_REQUESTED, device, block, receipt.requested, nullptr);
+        if (!receipt.pending)
+          history_.add(History::Entry::FREE_COMPLETED, device, block, receipt.requested, nullptr);
       }
       if (c10::memoryProfilingEnabled()) {
         const auto stats = getDeviceStats(static_cast<c10::DeviceIndex>(receipt.device));
@@ -165,20 +175,32 @@ void Allocator::give_back(void *block) { the().give(block); }
 
 c10::DataPtr Allocator::allocate(size_t bytes) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  if (bytes == 0 || off(device)) return behind_->allocate(bytes);
+  if (bytes == 0 || off()) {
+    c10::DataPtr block = behind_->allocate(bytes);
+    passed_by(device, bytes);
+    return block;
+  }
   void *const block = take(bytes, device, c10::cuda::getCurrentCUDAStream(device));
   return {block, block, &give_back, cuda_device(device)};
 }
 
 void *Allocator::raw_alloc(size_t bytes) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  if (bytes == 0 || off(device)) return behind_->raw_alloc(bytes);
+  if (bytes == 0 || off()) {
+    void *const block = behind_->raw_alloc(bytes);
+    passed_by(device, bytes);
+    return block;
+  }
   return take(bytes, device, c10::cuda::getCurrentCUDAStream(device));
 }
 
 void *Allocator::raw_alloc_with_stream(size_t bytes, cudaStream_t stream) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  if (bytes == 0 || off(device)) return behind_->raw_alloc_with_stream(bytes, stream);
+  if (bytes == 0 || off()) {
+    void *const block = behind_->raw_alloc_with_stream(bytes, stream);
+    passed_by(device, bytes);
+    return block;
+  }
   return take(bytes, device, stream);
 }
 
@@ -192,7 +214,12 @@ void Allocator::recordStream(const c10::DataPtr &block, c10::cuda::CUDAStream st
     return;
   // The caching allocator looks at the deleter to know its blocks.
   c10::DataPtr own(block.get(), block.get(), behind_->raw_deleter(), block.device());
-  behind_->recordStream(own, stream);
+  try {
+    behind_->recordStream(own, stream);
+  } catch (...) {
+    own.release_context();  // it is not ours to free
+    throw;
+  }
   own.release_context();
 }
 
@@ -234,13 +261,16 @@ void Allocator::resetPeakStats(c10::DeviceIndex device) {
 
 void Allocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
                                     std::function<bool(cudaStream_t)> filter) {
-  if (++routed_ == 1) pool_->pool.pause(true);
   behind_->beginAllocateToPool(device, pool, std::move(filter));
+  captured_ = true;
+  if (++routed_ == 1) pool_->pool.pause(true);
 }
 
 void Allocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
   behind_->endAllocateToPool(device, pool);
+  if (routed_ == 0) return;  // begun before the pool was there
   if (--routed_ == 0) pool_->pool.pause(false);
+  withdraw_if_done();
 }
 
 void Allocator::recordHistory(bool enabled, native::CreateContextFn recorder, size_t entries,
@@ -277,6 +307,7 @@ int64_t Allocator::cached(int32_t device) {
 }
 
 bool Allocator::has_private(int32_t device) {
+  if (captured_) return true;
   const native::SnapshotInfo now = behind_->snapshot({0, 0}, false);
   return std::any_of(now.segments.begin(), now.segments.end(), [&](const auto &segment) {
     return segment.device == device && segment.owner_private_pool_id != c10::MempoolId_t{0, 0};
@@ -290,9 +321,7 @@ bool Allocator::set_arena(int32_t lane, int64_t bytes) {
   if (bytes) plugs = plug_holes(stream.device, stream.handle, bytes);
   const bool done = pool_->pool.set_arena(lane, bytes);
   for (void *plug : plugs) behind_->raw_delete(plug);
-  if (done && bytes)
-    statistics_.saw_behind(static_cast<c10::DeviceIndex>(stream.device),
-                           pool_->pool.count(stream.device));
+  statistics_.ask(static_cast<c10::DeviceIndex>(stream.device), pool_->pool.count(stream.device));
   return done;
 }
 
@@ -315,9 +344,10 @@ bool Allocator::settle(c10::StorageImpl &storage, void *home, int64_t offset) {
   const c10::cuda::CUDAGuard guard(device.index());
   void *const block = pool_->pool.place(home, offset, bytes);
   if (!block) return false;
-  const cudaError_t status =
-      cudaMemcpyAsync(block, old.get(), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
-                      c10::cuda::getCurrentCUDAStream(device.index()));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
+  cudaError_t status = cudaMemcpyAsync(block, old.get(), static_cast<size_t>(bytes),
+                                       cudaMemcpyDeviceToDevice, stream);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);  // the old bytes go at once
   if (status != cudaSuccess) {
     (void)cudaGetLastError();
     pool_->pool.free(block);
@@ -338,6 +368,15 @@ native::SnapshotInfo Allocator::snapshot(c10::MempoolId_t pool, bool traces) {
       const size_t base = static_cast<size_t>(map[i]), bytes = static_cast<size_t>(map[i + 1]);
       const size_t blocks = static_cast<size_t>(map[i + 2]);
       if (i + 3 + 4 * blocks > map.size()) break;
+      if (traces && static_cast<size_t>(device) < info.device_traces.size()) {
+        auto &trace = info.device_traces[static_cast<size_t>(device)];  // blocks, not the arena
+        trace.erase(std::remove_if(trace.begin(), trace.end(),
+                                   [&](const auto &entry) {
+                                     return entry.action_ == History::Entry::ALLOC &&
+                                            entry.addr_ == base && entry.size_ == bytes;
+                                   }),
+                    trace.end());
+      }
       for (auto &segment : info.segments) {
         if (base < segment.address || base >= segment.address + segment.total_size) continue;
         // The arena's block becomes what lies in it.

@@ -38,7 +38,7 @@ class Allocator final : public native::CUDAAllocator {
   lowtide_pool *pool() { return pool_; }
 
   int64_t cached(int32_t device);  // reserved behind, and not in use
-  bool has_private(int32_t device);
+  bool has_private(int32_t device);  // private pools, or a capture of which none is left
   bool set_arena(int32_t lane, int64_t bytes);
   void *home(int64_t bytes, int32_t device, void *stream);
   // Moves a storage's bytes into a home.  False: they are not the caching allocator's to move.
@@ -66,7 +66,8 @@ class Allocator final : public native::CUDAAllocator {
                      native::RecordContext when, bool clear,
                      const std::vector<std::string> &skip) override;
 
-  // What only the caching allocator knows.
+  // What only the caching allocator knows.  The deleter is that of blocks in private pools, which
+  // CUDA graph trees compare with it; blocks of the pool carry give_back.
   c10::DeleterFnPtr raw_deleter() const override;
   void copy_data(void *to, const void *from, std::size_t bytes) const override;
   void init(int devices) override;
@@ -124,7 +125,8 @@ class Allocator final : public native::CUDAAllocator {
   static void give_back(void *block);  // the deleter
   void *take(size_t bytes, c10::DeviceIndex device, cudaStream_t stream);
   void give(void *block);
-  bool off(c10::DeviceIndex device) const;
+  bool off() const;
+  void passed_by(c10::DeviceIndex device, size_t bytes);
   // Keeps holes of the caching allocator filled while an arena is made, so that the arena gets a
   // segment of its own and the rest of it can be trimmed away.
   std::vector<void *> plug_holes(int32_t device, void *stream, int64_t bytes);
@@ -137,6 +139,7 @@ class Allocator final : public native::CUDAAllocator {
   lowtide_pool *pool_ = nullptr;
   std::atomic<bool> leaving_{false};
   std::atomic<int> routed_{0};  // captures and memory pools under way: all goes behind
+  std::atomic<bool> captured_{false};  // there ever was one
 };
 
 }  // namespace lowtide

@@ -1,5 +1,8 @@
 #include "events.h"
 
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
 #include <algorithm>
 
 namespace lowtide {
@@ -15,15 +18,17 @@ void *Events::record(int32_t device, cudaStream_t stream) noexcept {
       spare_.erase(std::next(found).base());
     }
   }
-  int before = 0;
-  bool well = cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-  if (!event) {
-    event = new Event{device, nullptr, false};
-    well = well && cudaEventCreateWithFlags(&event->handle, cudaEventDisableTiming) == cudaSuccess;
+  if (!event) event = new Event{device, nullptr, false};
+  event->recorded = false;
+  try {
+    const c10::cuda::OptionalCUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    if (!event->handle)
+      C10_CUDA_CHECK(cudaEventCreateWithFlags(&event->handle, cudaEventDisableTiming));
+    C10_CUDA_CHECK(cudaEventRecord(event->handle, stream));
+    event->recorded = true;
+  } catch (...) {
+    (void)cudaGetLastError();
   }
-  event->recorded = well && event->handle && cudaEventRecord(event->handle, stream) == cudaSuccess;
-  (void)cudaSetDevice(before);
-  if (!event->recorded) (void)cudaGetLastError();
   return event;
 }
 
@@ -33,6 +38,11 @@ bool Events::passed(void *event) noexcept {
   if (cudaEventQuery(asked.handle) == cudaSuccess) return true;
   (void)cudaGetLastError();  // not ready is no error; another one will show elsewhere
   return false;
+}
+
+void Events::wait(void *event) noexcept {
+  const Event &asked = *static_cast<Event *>(event);
+  if (asked.recorded && cudaEventSynchronize(asked.handle) != cudaSuccess) (void)cudaGetLastError();
 }
 
 void Events::drop(void *event) {

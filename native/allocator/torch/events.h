@@ -17,6 +17,7 @@ class Events {
   // Behind all that the stream has been given so far.
   void *record(int32_t device, cudaStream_t stream) noexcept;
   bool passed(void *event) noexcept;
+  void wait(void *event) noexcept;
   void drop(void *event);
 
  private:

@@ -14,6 +14,7 @@ constexpr std::array<size_t, 2> kTypeIndex{static_cast<size_t>(StatType::AGGREGA
 constexpr std::array<StatArray Stats::*, 5> kColumns{
     &Stats::allocated_bytes, &Stats::active_bytes, &Stats::requested_bytes, &Stats::allocation,
     &Stats::active};
+constexpr int64_t kSlack = 2 << 20;  // a block of the caching allocator may be that much larger
 constexpr std::array<StatArray Stats::*, 9> kPeaks{
     &Stats::allocated_bytes, &Stats::active_bytes,   &Stats::requested_bytes,
     &Stats::allocation,      &Stats::active,         &Stats::reserved_bytes,
@@ -49,26 +50,51 @@ void Statistics::start(c10::DeviceIndex device) {
   Device &entry = at(device);
   if (entry.started) return;
   entry.started = true;
+  on_ = true;
   entry.behind = behind_of(stats, {});
   for (size_t type = 0; type < kTypes; ++type)
+    for (size_t i = 0; i < kFigures; ++i) {
+      const auto peak = [&](const DeviceStats &of) {
+        return (of.*kColumns[i])[kTypeIndex[type]].peak;
+      };
+      entry.peak[type][i] = std::max(peak(stats), entry.past ? peak(*entry.past) : 0);
+    }
+}
+
+bool Statistics::may_exceed(const Device &entry, const lowtide_pool_stats &pool) const {
+  const auto arenas = in_arenas(pool);
+  bool higher = false;
+  for (size_t type = 0; type < kTypes; ++type)
     for (size_t i = 0; i < kFigures; ++i)
-      entry.peak[type][i] = (stats.*kColumns[i])[kTypeIndex[type]].peak;
+      higher |= entry.behind[type][i] + arenas[i] > entry.peak[type][i];
+  return higher;
 }
 
 void Statistics::saw_arena(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
-  const auto arenas = in_arenas(pool);
-  bool higher = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Device &entry = at(device);
-    for (size_t type = 0; type < kTypes; ++type)
-      for (size_t i = 0; i < kFigures; ++i)
-        higher |= entry.behind[type][i] + arenas[i] > entry.peak[type][i];
+    if (!may_exceed(at(device), pool)) return;
   }
-  if (higher) saw_behind(device, pool);
+  ask(device, pool);
 }
 
-void Statistics::saw_behind(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
+void Statistics::saw_behind(c10::DeviceIndex device, const lowtide_pool_stats &pool,
+                            int64_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Device &entry = at(device);
+    if (!entry.started) return;
+    const int64_t most = bytes + kSlack;
+    for (auto &figures : entry.behind) {
+      for (size_t i = 0; i < 3; ++i) figures[i] += most;
+      for (size_t i = 3; i < kFigures; ++i) figures[i] += 1;
+    }
+    if (!may_exceed(entry, pool)) return;
+  }
+  ask(device, pool);
+}
+
+void Statistics::ask(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
   const Figures behind = behind_of(behind_->getDeviceStats(device), pool);
   const auto arenas = in_arenas(pool);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -150,6 +176,7 @@ void Statistics::finish(c10::DeviceIndex device, const lowtide_pool_stats &pool)
   Device &entry = at(device);
   entry.past = std::move(past);
   entry.started = false;
+  on_ = std::any_of(devices_.begin(), devices_.end(), [](const Device &d) { return d.started; });
 }
 
 bool Statistics::unneeded() {

@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -26,9 +27,12 @@ class Statistics {
 
   // Before the first arena of a device is made.
   void start(c10::DeviceIndex device);
-  // A block was put into an arena / allocated behind, while there are arenas.
+  bool on() const { return on_.load(std::memory_order_relaxed); }  // for any device
+  // A block was put into an arena / one of `bytes` was allocated behind.
   void saw_arena(c10::DeviceIndex device, const lowtide_pool_stats &pool);
-  void saw_behind(c10::DeviceIndex device, const lowtide_pool_stats &pool);
+  void saw_behind(c10::DeviceIndex device, const lowtide_pool_stats &pool, int64_t bytes);
+  // Asks what is in use behind, and raises the peaks to the sums.
+  void ask(c10::DeviceIndex device, const lowtide_pool_stats &pool);
 
   DeviceStats corrected(c10::DeviceIndex device, const lowtide_pool_stats &pool);
   void reset_accumulated(c10::DeviceIndex device, const lowtide_pool_stats &pool);
@@ -52,10 +56,12 @@ class Statistics {
   };
 
   Device &at(c10::DeviceIndex device);
+  bool may_exceed(const Device &entry, const lowtide_pool_stats &pool) const;
   static Figures behind_of(const DeviceStats &stats, const lowtide_pool_stats &pool);
   static std::array<int64_t, kFigures> in_arenas(const lowtide_pool_stats &pool);
 
   c10::cuda::CUDACachingAllocator::CUDAAllocator *const behind_;
+  std::atomic<bool> on_{false};
   std::mutex mutex_;  // never held while the caching allocator is asked
   std::vector<Device> devices_;
 };

@@ -9,7 +9,7 @@ from pathlib import Path
 from lowtide._native import NoNative
 
 ABI = 1
-_MOST_LANES = 64
+_MOST_LANES = 256
 
 
 class Mode(IntEnum):
@@ -37,6 +37,7 @@ class Lane:
     backend_bytes: int
     arena_bytes: int
     overflow: int
+    refused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class _Lane(ctypes.Structure):
         ("backend_bytes", ctypes.c_int64),
         ("arena_bytes", ctypes.c_int64),
         ("overflow", ctypes.c_int32),
+        ("refused", ctypes.c_int32),
     ]
 
 

@@ -2,17 +2,17 @@
 
 import ctypes
 import functools
+from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
 
-from lowtide._errors import BadInput
 from lowtide._layout.buffers import rounded
 from lowtide._native import NoNative
 from lowtide._report.pool_text import MemorySummary
-from lowtide._runtime.core import Core, open_library
+from lowtide._runtime.core import Core, Mode, open_library
 from lowtide._runtime.planning import GRAIN
-from lowtide._runtime.storages import device_storages
+from lowtide._runtime.storages import device_storages, graphs_exist
 from lowtide._runtime.torch_build import build_pool
 
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
@@ -38,11 +38,7 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
 class CudaPlace:
     """PyTorch's memory, once CUDA is in use. Raises NoNative if the pool cannot stand in it."""
 
-    in_use = False  # by one fit at a time
-
     def __init__(self, tell: Callable[[str], None]) -> None:
-        if CudaPlace.in_use:
-            raise BadInput("another fit is under way: leave it before entering this one")
         self._library = _library(tell)
         for device in range(torch.cuda.device_count()):
             torch.cuda.memory_stats(device)  # starts PyTorch's allocator
@@ -51,11 +47,9 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
-        CudaPlace.in_use = True
 
     def leave(self) -> None:
         """Out of the way as soon as nothing depends on it."""
-        CudaPlace.in_use = False
         self._library.lowtide_torch_withdraw()
         torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
         torch.cuda.empty_cache()
@@ -69,32 +63,48 @@ class CudaPlace:
             peak_allocated=sum(torch.cuda.max_memory_allocated(device) for device in devices),
         )
 
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured here."""
+        return torch.cuda.is_current_stream_capturing()
+
     def set_arena(self, lane: int, size: int, device: int) -> bool:
-        """In a segment of its own.
+        """In a segment of its own, and with no more reserved than there was at some time before.
 
         What the last step left behind (gradients) lies beside the new arena until it is freed.
-        Where there is no room for both, it waits in main memory while the arena is made.
+        Where both would be more than was reserved before, or than there is, it waits in main
+        memory while the arena is made, and then goes into it.
         """
-        if self._library.lowtide_torch_arena(lane, size):
+        now, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+        if now + size <= most and self._library.lowtide_torch_arena(lane, size):
             return True
+        if not self._fixed_addresses(device):
+            return self._set_arena_parked(lane, size, device)
+        return bool(self._library.lowtide_torch_arena(lane, size))
+
+    def _set_arena_parked(self, lane: int, size: int, device: int) -> bool:
         torch.cuda.synchronize(device)
         parked = [
             (storage, storage.nbytes(), storage.cpu())
-            for storage in device_storages(device)
+            for storage in self._movable(device)
             if storage.resizable() and self.core.age(storage.data_ptr()) in (0, 1)
         ]
-        for storage, _, _ in parked:
-            storage.resize_(0)
-        done = bool(self._library.lowtide_torch_arena(lane, size))
-        with torch.cuda.device(device):
-            for storage, length, content in parked:
-                try:
-                    storage.resize_(length)
-                except torch.OutOfMemoryError:  # what was there comes first
-                    self._library.lowtide_torch_arena(lane, 0)
-                    done = False
-                    storage.resize_(length)
-                storage.copy_(content)
+        done = False
+        try:
+            for storage, _, _ in parked:
+                storage.resize_(0)
+            done = bool(self._library.lowtide_torch_arena(lane, size))
+        finally:
+            with torch.cuda.device(device):
+                self.core.set_mode(Mode.REPLAY)  # what no plan foresees goes into the arena
+                for storage, length, content in parked:
+                    try:
+                        storage.resize_(length)
+                    except torch.OutOfMemoryError:  # what was there comes first
+                        done = False
+                        self._library.lowtide_torch_arena(lane, 0)
+                        torch.cuda.empty_cache()
+                        storage.resize_(length)
+                    storage.copy_(content)
         return done
 
     def trim(self) -> None:
@@ -118,12 +128,12 @@ class CudaPlace:
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()  # made again when needed, not in a large segment
         torch.cuda.empty_cache()
-        if not self._wasteful(device) or self._library.lowtide_torch_private(device):
+        if not self._wasteful(device) or self._fixed_addresses(device):
             return
         storages = [
             storage
-            for storage in device_storages(device)
-            if storage.nbytes() > 0 and self.core.age(storage.data_ptr()) not in (0, 1)
+            for storage in self._movable(device)
+            if self.core.age(storage.data_ptr()) not in (0, 1)
         ]
         storages.sort(key=lambda storage: storage.nbytes(), reverse=True)
         with torch.cuda.device(device):
@@ -134,7 +144,6 @@ class CudaPlace:
                     self._move(portion, device)
                     portion = []
             self._move(portion, device)
-            torch.cuda.synchronize(device)
 
     def _move(self, portion: list[torch.UntypedStorage], device: int) -> None:
         if not portion:
@@ -148,8 +157,30 @@ class CudaPlace:
         for storage in portion:
             if self._library.lowtide_torch_settle(storage._cdata, home, offset):
                 offset += rounded(storage.nbytes(), GRAIN)
-        torch.cuda.synchronize(device)  # before the old bytes go to others
         self.core.dismiss(home)
+
+    def _movable(self, device: int) -> list[torch.UntypedStorage]:
+        """Storages whose bytes may be moved: those of the current stream, in no private pool."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        ranges = sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == device
+            and segment["stream"] == stream
+            and tuple(segment["segment_pool_id"]) == (0, 0)
+        )
+        starts = [start for start, _ in ranges]
+
+        def among_them(storage: torch.UntypedStorage) -> bool:
+            address = storage.data_ptr()
+            at = bisect_right(starts, address) - 1
+            return at >= 0 and address < ranges[at][1]
+
+        return [s for s in device_storages(device) if s.nbytes() > 0 and among_them(s)]
+
+    def _fixed_addresses(self, device: int) -> bool:
+        """Whether a CUDA graph was captured: it knows addresses, not storages."""
+        return bool(self._library.lowtide_torch_private(device)) or graphs_exist()
 
 
 def _room(storages: list[torch.UntypedStorage]) -> int:

@@ -1,6 +1,7 @@
 """`lowtide.fit`: a training loop made to need less memory while a `with` block lasts."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -41,6 +42,8 @@ def fit(
 class Tide:
     """A fitted training loop; use it as a context manager."""
 
+    _current: "Tide | None" = None  # one at a time has the pool
+
     def __init__(
         self,
         model: nn.Module | None,
@@ -56,6 +59,7 @@ class Tide:
         self._model = model
         self._optimizers = _optimizers(optimizer)
         self._tell = tell
+        self._lock = threading.Lock()
         self._undo: ExitStack | None = None
         self._pool: Pool | None = None
         self._place: CudaPlace | None = None
@@ -66,9 +70,15 @@ class Tide:
     def __enter__(self) -> Self:
         if self._undo is not None:
             raise BadInput("this fit is entered already: make another one with lowtide.fit")
+        if Tide._current is not None:
+            self._undo = ExitStack()
+            self._turn_off("another fit is under way, and has it")
+            return self
         self._off, self._waits = "CUDA is not in use", True
         with ExitStack() as undo:
             self._undo = undo
+            Tide._current = self
+            undo.callback(_leave)
             if torch.cuda.is_initialized():
                 self._start()
             Marks(self._model, self._optimizers, self._mark, undo)
@@ -98,22 +108,40 @@ class Tide:
         try:
             self._place = CudaPlace(_progress)
         except NoNative as error:
-            self._off = str(error)
-            self.told_off = True
-            self._tell(f"the pool is off: {error}; training goes on with PyTorch's own allocator")
+            self._turn_off(f"{error}; training goes on with PyTorch's own allocator")
             return
         self._undo.callback(self._place.leave)
         self._pool = Pool(self._place.core, self._place, self._tell)
-        self._undo.callback(self._pool.stop)
+        self._undo.callback(self._place.core.stop)
+
+    def _turn_off(self, why: str) -> None:
+        self._off = why
+        self.told_off = True
+        self._tell(f"the pool is off: {why}")
 
     def _mark(self) -> None:
-        if self._pool is not None:
-            self._pool.mark()
+        with self._lock:  # optimizers may step in several threads
+            self._look()
+
+    def _look(self) -> None:
+        if self._pool is not None and self._place is not None:
+            if self._place.capturing():
+                return  # a graph is being captured: nothing may be freed, moved or waited for
+            try:
+                self._pool.mark()
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                self._pool.stop()
+                self._pool = None
+                what = f"{type(error).__name__}: {error}"
+                self._turn_off(f"it failed ({what}), please report it; training goes on")
         elif self._waits and torch.cuda.is_initialized():
             self._start()
         elif self._waits and not self.told_off:
-            self.told_off = True
-            self._tell(f"the pool is off: {self._off}")
+            self._turn_off(self._off)
+
+
+def _leave() -> None:
+    Tide._current = None
 
 
 def _optimizers(given: object) -> list[Optimizer]:

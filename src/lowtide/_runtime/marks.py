@@ -1,11 +1,14 @@
 """Where steps end: after an optimizer's step, and around a forward that is no training."""
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+_RECENT = 32  # steps in which one of several optimizers must have stepped to count as one of them
 
 
 class Marks:
@@ -26,7 +29,8 @@ class Marks:
     ) -> None:
         self._mark = mark
         self._named = {id(optimizer) for optimizer in optimizers}
-        self._steps: dict[tuple[int, ...], int] = {}
+        self._order: dict[tuple[int, ...], int] = {}  # optimizers by their first step
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)  # which of them stepped
         self._evaluated = False
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
         if model is not None:
@@ -45,6 +49,7 @@ class Marks:
     def _closes(self, optimizer: Optimizer) -> bool:
         # By what it trains: some scripts make a new optimizer every step.
         number = tuple(id(p) for group in optimizer.param_groups for p in group["params"][:1])
-        self._steps[number] = self._steps.get(number, 0) + 1
-        order = list(self._steps)  # by first step
-        return number == min(order, key=lambda n: (self._steps[n], -order.index(n)))
+        self._order.setdefault(number, len(self._order))
+        self._recent.append(number)
+        steps = Counter(self._recent)  # one that has had its day closes nothing
+        return number == min(steps, key=lambda n: (steps[n], -self._order[n]))

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lowtide._layout.buffers import rounded
+from lowtide._layout.buffers import Buffer, rounded
+from lowtide._layout.pack import pack
 from lowtide._report.pool_text import PoolSummary
 from lowtide._runtime.core import Core, Lane, Mode, StepRecord
 from lowtide._runtime.planning import StepPlan, plan_step, widened
@@ -22,12 +23,14 @@ from lowtide._units import format_bytes
 _ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
 _SMALLEST_ARENA = 1 << 20
 _MOST_PLANS = 256  # a lane; the least recently followed goes
+_FIRST_SECONDS, _LATER_SECONDS = 2.0, 0.5  # for one layout
 _GRACE_SECONDS = 1.0  # that planning may take in any case; beyond it, ...
 _PLANNING_SHARE = 0.02  # ... of the time: shapes that vary without end are not all worth a plan
 _MOST_SEEN = 4096  # signatures counted, a lane
 _MOST_REPLANS = 4  # of one signature: lives that vary without end are left displaced
 _TROUBLE = 3  # fewer may be due to what lay where before the plan was made
 _LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
+_TRIM_WITHIN = 8  # marks: in case no step goes by its plan alone
 _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 
 
@@ -62,6 +65,7 @@ class _LaneState:
     plans: OrderedDict[int, _Known] = field(default_factory=OrderedDict)  # least recent first
     before: Lane | None = None  # its step before the last
     asked_again: int = 0  # the mark from which a refused arena may be asked for again
+    told: bool = False  # that one was refused
 
     def highest(self) -> int:
         """The signature of the highest plan, or -1."""
@@ -81,12 +85,13 @@ class Pool:
         self._tell = tell
         self._lanes: dict[int, _LaneState] = {}
         self._settled: set[int] = set()
-        self._trim_due = False
+        self._trim_in = 0  # marks until what is cached is given back; 0: nothing is due
         self._marks = self._replayed = 0
         self._began = time.monotonic()
         self._planning_seconds = 0.0
         self._planned = self._allocations = self._unplanned = self._displaced = 0
         self._mode = Mode.RECORD
+        pack([Buffer("", 0, 1, 1)])  # the search is built now, if it has to be, not at a mark
         core.set_mode(Mode.RECORD)
 
     def mark(self) -> None:
@@ -132,11 +137,18 @@ class Pool:
             self._allocations += lane.allocations
             self._unplanned += lane.unplanned
             self._displaced += lane.displaced
-        if any(lane.unplanned or lane.displaced for lane in served):
-            self._trim_due = True
-        elif self._trim_due:  # the first step that needed nothing but its plan
-            self._trim_due = False
-            self._place.trim()
+        if not served:
+            return
+        unforeseen = any(lane.unplanned or lane.displaced for lane in served)
+        if self._trim_in == 0 and unforeseen:
+            self._trim_in = _TRIM_WITHIN
+        elif (
+            self._trim_in
+        ):  # at the first step that needed nothing but its plan, or when it is time
+            self._trim_in -= 1
+            if not unforeseen or self._trim_in == 0:
+                self._trim_in = 0
+                self._place.trim()
 
     def _look_at(self, lane: Lane, state: _LaneState) -> None:
         if not lane.allocations:
@@ -160,7 +172,8 @@ class Pool:
         if self._marks < state.asked_again or state.seen.get(step.signature, 0) < 2:
             return False
         elapsed = time.monotonic() - self._began
-        if self._planning_seconds > _GRACE_SECONDS + _PLANNING_SHARE * elapsed:
+        late = self._planning_seconds > _GRACE_SECONDS + _PLANNING_SHARE * elapsed
+        if late and state.plans:
             return False
         known = state.plans.get(step.signature)
         if known is None:
@@ -175,21 +188,23 @@ class Pool:
     def _plan(self, step: Lane, now: Lane, state: _LaneState) -> None:
         record = self._core.step(step.lane, 1)
         assert record is not None
-        known = state.plans.pop(step.signature, None)
+        known = state.plans.get(step.signature)
         if known is not None:
-            self._core.forget(step.lane, known.number)
             record = widened(record, known.record)
         highest = state.highest()
         beside = state.plans[highest].plan if highest in state.plans else None
         began = time.monotonic()
-        plan = plan_step(record, beside=beside, room=now.arena_bytes)
+        seconds = _LATER_SECONDS if state.plans else _FIRST_SECONDS
+        plan = plan_step(record, beside=beside, room=now.arena_bytes, seconds=seconds)
         self._planning_seconds += time.monotonic() - began
         size = _arena_size(plan.height)
         if size > now.arena_bytes and not self._make_room(now, size, state):
-            return
+            return  # a plan that is there stays
+        replans = 0
+        if known is not None:
+            self._core.forget(step.lane, known.number)
+            replans = known.replans + 1 if known.beside == highest else 0
         number = self._core.add_plan(step.lane, plan.sizes, plan.phases)
-        known_as = known.beside if known is not None else highest
-        replans = known.replans + 1 if known is not None and known_as == highest else 0
         state.plans[step.signature] = _Known(number, plan, record, highest, replans)
         if len(state.plans) > _MOST_PLANS:
             _, oldest = state.plans.popitem(last=False)
@@ -202,14 +217,16 @@ class Pool:
         if lane.device not in self._settled:
             self._settled.add(lane.device)
             self._place.settle(lane.device)
-        self._trim_due = True
+        self._trim_in = _TRIM_WITHIN
         if self._place.set_arena(lane.lane, max(size, state.arena_size()), lane.device):
             return True
         state.asked_again = self._marks + _PATIENCE
-        self._tell(
-            f"pool: device {lane.device} has no room for an arena of {format_bytes(size)}; "
-            "training goes on with PyTorch's own allocator"
-        )
+        if not state.told:
+            state.told = True
+            self._tell(
+                f"pool: device {lane.device} has no room for an arena of {format_bytes(size)}; "
+                "training goes on with PyTorch's own allocator"
+            )
         return False
 
 

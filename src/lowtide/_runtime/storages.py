@@ -1,4 +1,4 @@
-"""The storages on a device that Python can reach."""
+"""What Python can reach: the storages on a device, and captured graphs."""
 
 import gc
 from collections.abc import Iterator
@@ -30,3 +30,8 @@ def _tensors() -> Iterator[torch.Tensor]:
             yield thing
             if thing.is_leaf and thing.grad is not None:
                 yield thing.grad
+
+
+def graphs_exist() -> bool:
+    """Whether there is a CUDA graph, captured or about to be."""
+    return any(issubclass(type(thing), torch.cuda.CUDAGraph) for thing in gc.get_objects())
