@@ -5,21 +5,24 @@ python benchmarks/pool.py --out benchmarks/results/pool.json [--only VGG-16,...]
 A file that is there is added to, so that a run may be parted with --only.
 
 Memory: warm up, empty the cache, run a few more steps, and take the most that was reserved and the
-most that was allocated in those. A fresh process for each model and allocator; the next ones
-load their imports while they wait for the GPU.
-Time: in lowtide's process, steps with the caching allocator, with the pool, and with the caching
-allocator again; and beside it the default allocator's own process.
+most that was allocated in those. A fresh process for each model and allocator; where only memory
+is measured, a few share the GPU.
+Time: in lowtide's process, alone on the machine: steps with the default allocator, with the pool,
+and with the default allocator again.
 """
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +66,9 @@ def memory_after(step: Callable[[], object]) -> dict[str, int]:
     for _ in range(MEASURED):
         step()
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
     return {
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "device_bytes": total - free,
     }
 
 
@@ -93,7 +94,7 @@ def case(name: str, allocator: str, steps_folder: str) -> dict[str, Any]:
     for _ in range(WARM):
         step()
     if allocator != "lowtide":
-        return {**memory_after(step), "step_seconds": statistics.median(timed(step, TIMED))}
+        return memory_after(step)
     before = timed(step, TIMED)
     with lowtide.fit(subject.model, subject.optimizer) as tide:
         for _ in range(WARM):
@@ -110,10 +111,11 @@ def case(name: str, allocator: str, steps_folder: str) -> dict[str, Any]:
     for _ in range(WARM):
         step()
     after = timed(step, TIMED)
-    plain = (statistics.median(before) + statistics.median(after)) / 2
     figures["step_seconds"] = statistics.median(pool)
-    figures["plain_step_seconds"] = plain
-    figures["step_ratio"] = statistics.median(pool) / plain
+    figures["plain_seconds_before"] = statistics.median(before)
+    figures["plain_seconds_after"] = statistics.median(after)
+    plain = (figures["plain_seconds_before"] + figures["plain_seconds_after"]) / 2
+    figures["step_ratio"] = figures["step_seconds"] / plain
     return figures
 
 
@@ -283,21 +285,46 @@ def run(task: tuple[str, ...]) -> subprocess.Popen[str]:
     )
 
 
-def several(tasks: list[tuple[str, ...]], batch: int = 8) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each task's answer in turn. A batch of processes loads its imports, then the GPU is theirs
-    one after the other, with nothing else going on.
-    """
+def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let the process have the GPU, and take its answer."""
+    said, complaint = process.communicate("go\n")
+    if process.returncode:
+        return {"error": (complaint.strip().splitlines() or ["no message"])[-1]}
+    found: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    return found
+
+
+def imported(process: subprocess.Popen[str]) -> None:
+    """Wait until the process says that it is ready."""
+    assert process.stdout is not None
+    process.stdout.readline()
+
+
+Answers = Iterator[tuple[tuple[str, ...], dict[str, Any]]]
+
+
+def together(tasks: list[tuple[str, ...]], waiting: int = 12, running: int = 5) -> Answers:
+    """Each task's answer; a few share the GPU while others load their imports."""
+    gpu = threading.Semaphore(running)
+
+    def one(task: tuple[str, ...]) -> dict[str, Any]:
+        process = run(task)
+        imported(process)
+        with gpu:
+            return finished(process)
+
+    with ThreadPoolExecutor(waiting) as threads:
+        yield from zip(tasks, threads.map(one, tasks), strict=True)
+
+
+def one_by_one(tasks: list[tuple[str, ...]], batch: int = 8) -> Answers:
+    """Each task's answer, alone on the machine: a batch has loaded its imports before."""
     for start in range(0, len(tasks), batch):
         processes = [(task, run(task)) for task in tasks[start : start + batch]]
         for _, process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
+            imported(process)
         for task, process in processes:
-            said, complaint = process.communicate("go\n")
-            if process.returncode:
-                yield task, {"error": (complaint.strip().splitlines() or ["no message"])[-1]}
-            else:
-                yield task, json.loads(said.strip().splitlines()[-1])
+            yield task, finished(process)
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -338,14 +365,18 @@ def main() -> None:
         results = json.loads(options.out.read_text())
     results |= {"machine": machine_facts(), "build_seconds": build_seconds}
     results["models"] |= {name: {"batch": SUBJECTS[name].batch} for name in names}
-    tasks: list[tuple[str, ...]] = [
-        ("case", name, allocator, str(options.steps or ""))
-        for name in names
+    beside: list[tuple[str, ...]] = [
+        ("case", name, allocator, "")
         for allocator in ALLOCATORS
+        for name in names
+        if allocator != "lowtide"
     ]
-    tasks += [("same", name) for name in DROPOUT if "same" in chosen]
-    tasks += [(name,) for name in ("alternating", "out_of_memory", "cost") if name in chosen]
-    for task, figures in several(tasks):
+    alone: list[tuple[str, ...]] = [
+        ("case", name, "lowtide", str(options.steps or "")) for name in names
+    ]
+    alone += [(name,) for name in ("alternating", "out_of_memory", "cost") if name in chosen]
+    alone += [("same", name) for name in DROPOUT if "same" in chosen]
+    for task, figures in itertools.chain(together(beside), one_by_one(alone)):
         if task[0] == "case":
             results["models"][task[1]][task[2]] = figures
             if task[2] == "lowtide":
@@ -372,9 +403,8 @@ def show(name: str, model: dict[str, Any]) -> None:
             continue
         over = figures["reserved_bytes"] / figures["allocated_bytes"] - 1
         parts.append(f"{allocator} {figures['reserved_bytes'] / 2**30:.2f} (+{over:.1%})")
-    if "step_ratio" in model["lowtide"] and "step_seconds" in model["default"]:
-        beside = model["lowtide"]["step_seconds"] / model["default"]["step_seconds"]
-        parts.append(f"step x{model['lowtide']['step_ratio']:.4f} (x{beside:.4f})")
+    if "step_ratio" in model["lowtide"]:
+        parts.append(f"step x{model['lowtide']['step_ratio']:.4f}")
     print(" ".join(parts), flush=True)
 
 

@@ -1,5 +1,6 @@
 #include "arena.h"
 
+#include <algorithm>
 #include <cassert>
 
 namespace lowtide {
@@ -36,10 +37,12 @@ void Arena::stop_indexing() {
   gaps_.clear();
 }
 
-int64_t Arena::best_fit(int64_t size) {
+int64_t Arena::highest_fit(int64_t size) {
   if (!indexed_) index();
-  const auto found = gaps_.lower_bound({size, 0});
-  return found == gaps_.end() ? -1 : found->second;
+  int64_t highest = -1;
+  for (auto gap = gaps_.lower_bound({size, 0}); gap != gaps_.end(); ++gap)
+    highest = std::max(highest, gap->second + gap->first - size);
+  return highest;
 }
 
 int64_t Arena::largest_gap() {

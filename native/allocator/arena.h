@@ -53,13 +53,14 @@ class Arena {
   }
   // Whether no block has a byte of offset .. offset + bytes.
   bool vacant(int64_t offset, int64_t bytes) const;
-  // The lowest offset of a smallest gap that holds `bytes`, or -1.
-  int64_t best_fit(int64_t bytes);
+  // The highest offset at which `bytes` fit, or -1.  Blocks that no plan foresaw go there: one that
+  // stays is then in the way of as little as can be, since plans fill the arena from below.
+  int64_t highest_fit(int64_t bytes);
   int64_t largest_gap();
   void put(int64_t offset, Block block);  // the place must be vacant
   Block *find(int64_t offset);
   Block take(int64_t offset);
-  // Gaps are indexed from the first best_fit on, until this: following a plan needs no index.
+  // Gaps are indexed from the first highest_fit on, until this: following a plan needs no index.
   void stop_indexing();
   const std::map<int64_t, Block> &blocks() const { return blocks_; }
 

@@ -92,7 +92,7 @@ int64_t Pool::choose(Lane &lane, int64_t bytes) {
   }
   ++lane.told.unplanned;
   const bool lost = lane.follower.lost() || lane.follower.empty() || step.overflow;
-  return lost && bytes >= kSmall ? lane.arena->best_fit(rounded(bytes)) : -1;
+  return lost && bytes >= kSmall ? lane.arena->highest_fit(rounded(bytes)) : -1;
 }
 
 void Pool::put(Arena &arena, int64_t offset, int64_t requested, Origin origin) {
@@ -175,7 +175,7 @@ void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
   Lane &lane = *lanes_[static_cast<size_t>(number)];
   const bool waited = !waiting_.empty() && !paused_;
   if (waited) sweep(lock, true);
-  const int64_t offset = lane.arena ? lane.arena->best_fit(rounded(bytes)) : -1;
+  const int64_t offset = lane.arena ? lane.arena->highest_fit(rounded(bytes)) : -1;
   if (offset >= 0) {
     put(*lane.arena, offset, bytes, {});
     *place = Place::kArena;

@@ -447,10 +447,10 @@ def test_a_whole_step_is_captured_inside() -> None:
             loss = F.mse_loss(model(x), x)
             loss.backward()
             optimizer.step()
-        before = float(loss)
+        before = loss.item()
         for _ in range(20):
             graph.replay()
-        assert float(loss) < before
+        assert loss.item() < before
     optimizer.zero_grad(set_to_none=True)
     del graph, loss
 

@@ -262,7 +262,6 @@ void Allocator::resetPeakStats(c10::DeviceIndex device) {
 void Allocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
                                     std::function<bool(cudaStream_t)> filter) {
   behind_->beginAllocateToPool(device, pool, std::move(filter));
-  captured_ = true;
   if (++routed_ == 1) pool_->pool.pause(true);
 }
 
@@ -307,7 +306,6 @@ int64_t Allocator::cached(int32_t device) {
 }
 
 bool Allocator::has_private(int32_t device) {
-  if (captured_) return true;
   const native::SnapshotInfo now = behind_->snapshot({0, 0}, false);
   return std::any_of(now.segments.begin(), now.segments.end(), [&](const auto &segment) {
     return segment.device == device && segment.owner_private_pool_id != c10::MempoolId_t{0, 0};

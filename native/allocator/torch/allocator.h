@@ -38,7 +38,7 @@ class Allocator final : public native::CUDAAllocator {
   lowtide_pool *pool() { return pool_; }
 
   int64_t cached(int32_t device);  // reserved behind, and not in use
-  bool has_private(int32_t device);  // private pools, or a capture of which none is left
+  bool has_private(int32_t device);
   bool set_arena(int32_t lane, int64_t bytes);
   void *home(int64_t bytes, int32_t device, void *stream);
   // Moves a storage's bytes into a home.  False: they are not the caching allocator's to move.
@@ -139,7 +139,6 @@ class Allocator final : public native::CUDAAllocator {
   lowtide_pool *pool_ = nullptr;
   std::atomic<bool> leaving_{false};
   std::atomic<int> routed_{0};  // captures and memory pools under way: all goes behind
-  std::atomic<bool> captured_{false};  // there ever was one
 };
 
 }  // namespace lowtide

@@ -4,8 +4,10 @@ import ctypes
 import functools
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
+from torch import nn
 
 from lowtide._layout.buffers import rounded
 from lowtide._native import NoNative
@@ -68,18 +70,15 @@ class CudaPlace:
         return torch.cuda.is_current_stream_capturing()
 
     def set_arena(self, lane: int, size: int, device: int) -> bool:
-        """In a segment of its own, and with no more reserved than there was at some time before.
+        """In a segment of its own.
 
         What the last step left behind (gradients) lies beside the new arena until it is freed.
-        Where both would be more than was reserved before, or than there is, it waits in main
-        memory while the arena is made, and then goes into it.
+        Where there is no room for both, it waits in main memory while the arena is made, and then
+        goes into it.
         """
-        now, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
-        if now + size <= most and self._library.lowtide_torch_arena(lane, size):
+        if self._library.lowtide_torch_arena(lane, size):
             return True
-        if not self._fixed_addresses(device):
-            return self._set_arena_parked(lane, size, device)
-        return bool(self._library.lowtide_torch_arena(lane, size))
+        return not self._fixed_addresses(device) and self._set_arena_parked(lane, size, device)
 
     def _set_arena_parked(self, lane: int, size: int, device: int) -> bool:
         torch.cuda.synchronize(device)
@@ -126,10 +125,14 @@ class CudaPlace:
         """
         self._reserved_before += torch.cuda.memory_reserved(device)
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # made again when needed, not in a large segment
+        self.core.set_mode(Mode.PASS)  # what follows is no part of a step
+        torch._C._cuda_clearCublasWorkspaces()  # they lie in large segments
         torch.cuda.empty_cache()
-        if not self._wasteful(device) or self._fixed_addresses(device):
-            return
+        if self._wasteful(device) and not self._fixed_addresses(device):
+            self._gather(device)
+        _make_workspaces(device)
+
+    def _gather(self, device: int) -> None:
         storages = [
             storage
             for storage in self._movable(device)
@@ -181,6 +184,15 @@ class CudaPlace:
     def _fixed_addresses(self, device: int) -> bool:
         """Whether a CUDA graph was captured: it knows addresses, not storages."""
         return bool(self._library.lowtide_torch_private(device)) or graphs_exist()
+
+
+def _make_workspaces(device: int) -> None:
+    """Let cuBLAS make its workspaces now, in forward's thread and in backward's."""
+    with torch.cuda.device(device), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(16, 16, device="cuda", dtype=dtype, requires_grad=True)
+            with suppress(RuntimeError):  # deterministic algorithms may forbid it
+                nn.functional.linear(x, x, x[0]).sum().backward()
 
 
 def _room(storages: list[torch.UntypedStorage]) -> int:

@@ -218,7 +218,9 @@ class Pool:
             self._settled.add(lane.device)
             self._place.settle(lane.device)
         self._trim_in = _TRIM_WITHIN
-        if self._place.set_arena(lane.lane, max(size, state.arena_size()), lane.device):
+        made = self._place.set_arena(lane.lane, max(size, state.arena_size()), lane.device)
+        self._core.set_mode(self._mode)  # the place may have needed another one
+        if made:
             return True
         state.asked_again = self._marks + _PATIENCE
         if not state.told:
