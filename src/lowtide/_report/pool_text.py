@@ -38,15 +38,16 @@ def render_pool(pool: PoolSummary, memory: MemorySummary) -> str:
         )
     waste = pool.arena_bytes / pool.load_bytes - 1 if pool.load_bytes else 0.0
     over = memory.reserved / memory.peak_allocated - 1 if memory.peak_allocated else 0.0
-    other = pool.displaced + pool.unplanned
+    outlive = pool.allocations - pool.planned - pool.displaced - pool.unplanned
     lines = [
         f"pool: {pool.replayed} of {pool.steps} steps followed a plan, {pool.plans} plans",
         f"planned   {format_bytes(pool.arena_bytes)} for a load of "
-        f"{format_bytes(pool.load_bytes)} (+{waste:.2%})",
+        f"{format_bytes(pool.load_bytes)} ({waste:+.2%})",
         f"measured  {format_bytes(memory.reserved)} reserved for a peak of "
-        f"{format_bytes(memory.peak_allocated)} allocated (+{over:.2%}); "
+        f"{format_bytes(memory.peak_allocated)} allocated ({over:+.2%}); "
         f"before: {format_bytes(memory.reserved_before)} reserved",
-        f"{pool.planned:,} of {pool.allocations:,} allocations at their planned address, "
-        f"{other:,} left to PyTorch ({pool.unplanned:,} unplanned, {pool.displaced:,} displaced)",
+        f"{pool.planned:,} of {pool.allocations:,} allocations at their planned address; others: "
+        f"{pool.unplanned:,} not foreseen, {pool.displaced:,} whose place was still taken, "
+        f"{outlive:,} that outlive the plan",
     ]
     return "\n".join(lines)
