@@ -447,6 +447,7 @@ def test_a_whole_step_is_captured_inside() -> None:
             loss = F.mse_loss(model(x), x)
             loss.backward()
             optimizer.step()
+        graph.replay()
         before = loss.item()
         for _ in range(20):
             graph.replay()

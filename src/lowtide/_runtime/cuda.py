@@ -130,6 +130,7 @@ class CudaPlace:
         torch.cuda.empty_cache()
         if self._wasteful(device) and not self._fixed_addresses(device):
             self._gather(device)
+            torch.cuda.empty_cache()  # or workspaces would go where weights were, and keep it
         _make_workspaces(device)
 
     def _gather(self, device: int) -> None:
