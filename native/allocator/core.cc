@@ -37,6 +37,7 @@ void Pool::stop() {
   for (const auto &lane : lanes_) {
     lane->follower = {};
     lane->told = {};
+    lane->distrusted = false;
     if (lane->arena) lane->arena->retired = true;
     lane->arena = nullptr;
   }
@@ -122,6 +123,15 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
   if (!waiting_.empty()) sweep(lock);
   const int32_t number = lane_of(stream);
   Lane &lane = *lanes_[static_cast<size_t>(number)];
+  if (lane.distrusted && lane.arena && lane.arena->blocks().empty()) {
+    lane.arena->retired = true;
+    lane.arena = nullptr;
+    lane.distrusted = false;
+    const std::vector<void *> bases = drained();
+    lock.unlock();
+    release(bases);
+    lock.lock();
+  }
   const int64_t index = lane.steps.made(bytes, now);
   const Origin origin{number, lane.steps.number(), index};
   ++lane.told.allocations;
@@ -193,10 +203,7 @@ void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
   // The step fits nowhere beside the arena.  Without it, it may.
   ++lane.told.refused;
   for (const auto &other : lanes_)
-    if (other->arena && other->stream.device == lane.stream.device) {
-      other->arena->retired = true;
-      other->arena = nullptr;
-    }
+    other->distrusted |= other->arena && other->stream.device == lane.stream.device;
   *place = Place::kNowhere;
   return nullptr;
 }
@@ -368,6 +375,7 @@ int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
     lane.told.arena_bytes = lane.arena ? lane.arena->bytes : 0;
     lane.told.plan = lane.follower.end(step.sizes);
     if (step.overflow) lane.told.plan = -1;
+    if (lane.told.plan >= 0) lane.distrusted = false;
     if (static_cast<int32_t>(i) < room) out[i] = lane.told;
     lane.told = {};
     lane.backend_bytes = 0;

@@ -70,6 +70,7 @@ class Pool {
     explicit Lane(Stream stream) : stream(stream) {}
     const Stream stream;
     Arena *arena = nullptr;
+    bool distrusted = false;        // something did not fit beside the arena: it goes when it is empty
     Steps steps;
     Follower follower;
     lowtide_pool_lane told{};       // of the step so far

@@ -15,8 +15,8 @@
 //      departs costs memory, never correctness.
 //   4. No lock is held while the backend is called.
 //   5. An arena goes back to the backend when it is retired and its last block is gone.
-//   6. No memory is said only when nothing is left that would come back by waiting; and the lane's arena
-//      is retired then, so that what did not fit beside it can be tried again without.
+//   6. No memory is said only when nothing is left that would come back by waiting; and then the arena
+//      goes as soon as it is empty, so that what did not fit beside it can be tried again without.
 #ifndef LOWTIDE_POOL_H
 #define LOWTIDE_POOL_H
 

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from lowtide._runtime.torch_build import build_pool
 
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
 _HOME_GRAIN = 2 << 20  # PyTorch's segments are multiples of it
+_MOST_TIDIED = 3  # times in a fit, a device
 _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 
 
@@ -49,11 +51,13 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
+        self._tidied: Counter[int] = Counter()  # by device
 
     def leave(self) -> None:
         """Out of the way as soon as nothing depends on it."""
         self._library.lowtide_torch_withdraw()
-        torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
+        if not any(map(self._fixed_addresses, range(torch.cuda.device_count()))):
+            torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
         torch.cuda.empty_cache()
 
     def memory(self) -> MemorySummary:
@@ -107,9 +111,28 @@ class CudaPlace:
         return done
 
     def trim(self) -> None:
-        """Give cached memory back if it is worth the pause."""
-        if any(self._wasteful(device) for device in range(torch.cuda.device_count())):
+        """Give back what is cached; where much stays in pieces, gather what holds them.
+
+        What a step leaves behind lies in its arena now, so the caching allocator has little but
+        what stays. That includes workspaces of cuBLAS, made again wherever there is room for them.
+        """
+        for device in range(torch.cuda.device_count()):
+            if not self._wasteful(device):
+                continue
             torch.cuda.empty_cache()
+            if not self._wasteful(device) or self._tidied[device] >= _MOST_TIDIED:
+                continue
+            self._tidied[device] += 1
+            if self._fixed_addresses(device):
+                continue
+            torch.cuda.synchronize(device)
+            self.core.set_mode(Mode.PASS)  # what follows is no part of a step
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            if self._wasteful(device):
+                self._gather(device)
+                torch.cuda.empty_cache()
+            _make_workspaces(device)
 
     def _wasteful(self, device: int) -> bool:
         """Whether enough is cached and not in use to do something about it."""
@@ -125,13 +148,9 @@ class CudaPlace:
         """
         self._reserved_before += torch.cuda.memory_reserved(device)
         torch.cuda.synchronize(device)
-        self.core.set_mode(Mode.PASS)  # what follows is no part of a step
-        torch._C._cuda_clearCublasWorkspaces()  # they lie in large segments
         torch.cuda.empty_cache()
         if self._wasteful(device) and not self._fixed_addresses(device):
             self._gather(device)
-            torch.cuda.empty_cache()  # or workspaces would go where weights were, and keep it
-        _make_workspaces(device)
 
     def _gather(self, device: int) -> None:
         storages = [

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowtide._errors import BadInput
-from lowtide._layout.buffers import Buffer, rounded
+from lowtide._layout.buffers import Buffer, max_load, rounded
 from lowtide._layout.pack import Packing, pack
 from lowtide._runtime.core import StepRecord
 
 GRAIN = 512  # bytes: as PyTorch's allocator rounds
+ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ def plan_step(
     if beside is not None and len(beside.phases) == count:
         packing = _pack_beside(buffers, left, step, beside, period, room, seconds)
     if packing is None:
-        packing = pack(buffers, period=period, align=GRAIN, seconds=seconds)
+        # An arena is a multiple of its grain: what ends within the last one is low enough.
+        enough = rounded(max_load(buffers, period=period), ARENA_GRAIN)
+        packing = pack(buffers, period=period, align=GRAIN, capacity=enough, seconds=seconds)
     for buffer in packing.buffers:
         phase, i = map(int, buffer.name.split(":"))
         assert buffer.offset is not None

@@ -17,14 +17,13 @@ from lowtide._layout.buffers import Buffer, rounded
 from lowtide._layout.pack import pack
 from lowtide._report.pool_text import PoolSummary
 from lowtide._runtime.core import Core, Lane, Mode, StepRecord
-from lowtide._runtime.planning import StepPlan, plan_step, widened
+from lowtide._runtime.planning import ARENA_GRAIN, StepPlan, plan_step, widened
 from lowtide._units import format_bytes
 
-_ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
 _SMALLEST_ARENA = 1 << 20
 _MOST_PLANS = 256  # a lane; the least recently followed goes
 _FIRST_SECONDS, _LATER_SECONDS = 2.0, 0.5  # for one layout
-_GRACE_SECONDS = 1.0  # that planning may take in any case; beyond it, ...
+_GRACE_SECONDS = 3.0  # that planning may take in any case; beyond it, ...
 _PLANNING_SHARE = 0.02  # ... of the time: shapes that vary without end are not all worth a plan
 _MOST_SEEN = 4096  # signatures counted, a lane
 _MOST_REPLANS = 4  # of one signature: lives that vary without end are left displaced
@@ -44,7 +43,7 @@ class Place(Protocol):
         """Give the lane an arena on its device; False: there is no memory."""
 
     def trim(self) -> None:
-        """Give back what is cached and not in use, if it is much."""
+        """Give back what is cached and not in use, if it is much; a step has just gone well."""
 
 
 @dataclass(slots=True)
@@ -149,6 +148,7 @@ class Pool:
             if not unforeseen or self._trim_in == 0:
                 self._trim_in = 0
                 self._place.trim()
+                self._core.set_mode(self._mode)  # the place may have needed another one
 
     def _look_at(self, lane: Lane, state: _LaneState) -> None:
         if not lane.allocations:
@@ -161,6 +161,8 @@ class Pool:
         if known is not None:
             state.plans.move_to_end(lane.signature)
             known.trouble = known.trouble + 1 if lane.displaced else 0
+        if lane.refused:  # something fits only without an arena: let it
+            state.asked_again = self._marks + _PATIENCE
         before, state.before = state.before, lane
         if before is not None and self._wanted(before, lane, state):
             self._plan(before, lane, state)
@@ -233,4 +235,4 @@ class Pool:
 
 
 def _arena_size(height: int) -> int:
-    return rounded(height, _ARENA_GRAIN) if height >= _SMALLEST_ARENA else 0
+    return rounded(height, ARENA_GRAIN) if height >= _SMALLEST_ARENA else 0
