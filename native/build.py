@@ -25,7 +25,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
             return
         for path in sorted((ROOT / "native" / "allocator").rglob("*.[ch]*")):
             place = path.relative_to(ROOT / "native")
-            if "fuzz" in place.parts:
+            if {"fuzz", "pretend"} & set(place.parts):
                 continue
             build_data["force_include"][str(path)] = f"lowtide/_native_sources/{place}"
         native = _load(ROOT / "src" / "lowtide" / "_native.py")
