@@ -407,6 +407,27 @@ def test_an_arena_is_made_where_memory_is_short() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
 
 
+def test_a_larger_shape_does_not_need_both_arenas_at_once() -> None:
+    def losses(pool: bool) -> tuple[list[torch.Tensor], int]:
+        model, optimizer = make(2048)
+        batches = [1024] * 6 + [4096] * 8
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        if not pool:
+            return [train(model, optimizer, batch, 2048) for batch in batches], 0
+        with lowtide.fit(model, optimizer) as tide:
+            found = [train(model, optimizer, batch, 2048) for batch in batches]
+            assert tide._pool is not None
+            assert tide._pool.summary().plans == 2
+            allocated = torch.cuda.max_memory_allocated()
+            assert torch.cuda.max_memory_reserved() <= 1.5 * allocated
+        return found, torch.cuda.max_memory_reserved()
+
+    plain, _ = losses(False)
+    pool, _ = losses(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, pool, strict=True))
+
+
 def test_one_fit_at_a_time() -> None:
     model, optimizer = make(256)
     with lowtide.fit(model, optimizer):

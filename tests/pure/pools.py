@@ -98,7 +98,7 @@ class Place:
     def settle(self, device: int) -> None:
         self.settled.append(device)
 
-    def set_arena(self, lane: int, size: int, device: int) -> bool:
+    def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
         self.arenas.append(size)
         return self._core.set_arena(lane, size)
 

@@ -73,16 +73,21 @@ class CudaPlace:
         """Whether a CUDA graph is being captured here."""
         return torch.cuda.is_current_stream_capturing()
 
-    def set_arena(self, lane: int, size: int, device: int) -> bool:
+    def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
         """In a segment of its own.
 
-        What the last step left behind (gradients) lies beside the new arena until it is freed.
-        Where there is no room for both, it waits in main memory while the arena is made, and then
-        goes into it.
+        What the last step left behind (gradients) lies beside the new arena until it is freed, and
+        keeps a smaller one that is replaced. Where there is no room for both, or more would be
+        reserved than ever before because the old arena stays, it waits in main memory while the
+        arena is made, and then goes into it.
         """
-        if self._library.lowtide_torch_arena(lane, size):
+        most = torch.cuda.max_memory_reserved(device)
+        more = torch.cuda.memory_reserved(device) + size > most
+        if not (grows and more) and self._library.lowtide_torch_arena(lane, size):
             return True
-        return not self._fixed_addresses(device) and self._set_arena_parked(lane, size, device)
+        if not self._fixed_addresses(device):
+            return self._set_arena_parked(lane, size, device)
+        return bool(self._library.lowtide_torch_arena(lane, size))
 
     def _set_arena_parked(self, lane: int, size: int, device: int) -> bool:
         torch.cuda.synchronize(device)

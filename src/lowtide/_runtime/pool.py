@@ -39,8 +39,8 @@ class Place(Protocol):
     def settle(self, device: int) -> None:
         """Move what stays for good out of the way, before the first arena is made."""
 
-    def set_arena(self, lane: int, size: int, device: int) -> bool:
-        """Give the lane an arena on its device; False: there is no memory."""
+    def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
+        """Give the lane an arena on its device, or a larger one; False: there is no memory."""
 
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much; a step has just gone well."""
@@ -220,7 +220,9 @@ class Pool:
             self._settled.add(lane.device)
             self._place.settle(lane.device)
         self._trim_in = _TRIM_WITHIN
-        made = self._place.set_arena(lane.lane, max(size, state.arena_size()), lane.device)
+        size = max(size, state.arena_size())
+        grows = lane.arena_bytes > 0
+        made = self._place.set_arena(lane.lane, size, lane.device, grows=grows)
         self._core.set_mode(self._mode)  # the place may have needed another one
         if made:
             return True
