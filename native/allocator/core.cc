@@ -169,45 +169,6 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
   return block;
 }
 
-// The backend has no memory: find some of what the pool keeps.
-void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
-  const auto again = [&](Lock &lock) {
-    const std::vector<void *> bases = drained();
-    const Stream stream = lanes_[static_cast<size_t>(number)]->stream;
-    lock.unlock();
-    release(bases);
-    void *block = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
-    lock.lock();
-    *place = block ? Place::kBackend : Place::kNowhere;
-    return block;
-  };
-  Lock lock(mutex_);
-  Lane &lane = *lanes_[static_cast<size_t>(number)];
-  const bool waited = !waiting_.empty() && !paused_;
-  if (waited) sweep(lock, true);
-  const int64_t offset = lane.arena ? lane.arena->highest_fit(rounded(bytes)) : -1;
-  if (offset >= 0) {
-    put(*lane.arena, offset, bytes, {});
-    *place = Place::kArena;
-    return lane.arena->base + offset;
-  }
-  bool any = waited;
-  for (const auto &other : lanes_)
-    if (other->arena && other->stream.device == lane.stream.device &&
-        other->arena->blocks().empty()) {
-      other->arena->retired = any = true;
-      other->arena = nullptr;
-    }
-  if (any)
-    if (void *block = again(lock)) return block;
-  // The step fits nowhere beside the arena.  Without it, it may.
-  ++lane.told.refused;
-  for (const auto &other : lanes_)
-    other->distrusted |= other->arena && other->stream.device == lane.stream.device;
-  *place = Place::kNowhere;
-  return nullptr;
-}
-
 void Pool::note_free(const Origin &origin, int64_t requested, bool in_backend) {
   if (origin.lane < 0) return;
   Lane &lane = *lanes_[static_cast<size_t>(origin.lane)];
@@ -284,66 +245,6 @@ void Pool::record_events(Lock &lock, Arena *arena, int64_t offset) {
     waiting.events.push_back(backend_.record(backend_.context, stream.device, stream.handle));
   lock.lock();
   waiting_.push_back(std::move(waiting));
-}
-
-// Frees the blocks whose events have passed.
-void Pool::sweep(Lock &lock, bool wait) {
-  if (paused_ || waiting_.empty()) return;
-  std::vector<Waiting> asked;
-  asked.swap(waiting_);
-  lock.unlock();
-  for (Waiting &waiting : asked)
-    while (!waiting.events.empty()) {
-      if (wait) backend_.wait(backend_.context, waiting.events.back());
-      if (!backend_.passed(backend_.context, waiting.events.back())) break;
-      backend_.drop(backend_.context, waiting.events.back());
-      waiting.events.pop_back();
-    }
-  lock.lock();
-  for (Waiting &waiting : asked)
-    if (waiting.events.empty())
-      remove(*waiting.arena, waiting.offset);
-    else
-      waiting_.push_back(std::move(waiting));
-  const std::vector<void *> bases = drained();
-  if (bases.empty()) return;
-  lock.unlock();
-  release(bases);
-  lock.lock();
-}
-
-std::vector<void *> Pool::drained() {
-  std::vector<void *> bases;
-  const auto gone = [&](const std::unique_ptr<Arena> &arena) {
-    if (!arena->retired || !arena->blocks().empty()) return false;
-    lowtide_pool_stats &counts = stats(arena->stream.device);
-    counts.arenas -= 1;
-    counts.arena_bytes -= arena->bytes;
-    bases.push_back(arena->base);
-    return true;
-  };
-  arenas_.erase(std::remove_if(arenas_.begin(), arenas_.end(), gone), arenas_.end());
-  return bases;
-}
-
-void Pool::release(const std::vector<void *> &bases) {
-  for (void *base : bases) backend_.release(backend_.context, base);
-}
-
-int64_t Pool::reclaim() {
-  Lock lock(mutex_);
-  const auto total = [&] {
-    int64_t sum = 0;
-    for (const auto &arena : arenas_) sum += arena->bytes;
-    return sum;
-  };
-  const int64_t before = total();
-  sweep(lock);
-  const std::vector<void *> bases = drained();
-  const int64_t after = total();
-  lock.unlock();
-  release(bases);
-  return before - after;
 }
 
 Pool::Place Pool::touch(void *pointer, Stream stream) {
@@ -423,74 +324,6 @@ void Pool::forget(int32_t number, int64_t plan) {
     lanes_[static_cast<size_t>(number)]->follower.forget(plan);
 }
 
-Arena *Pool::add_arena(void *base, int64_t bytes, Stream stream) {
-  arenas_.push_back(std::make_unique<Arena>(base, bytes, stream));
-  lowtide_pool_stats &counts = stats(stream.device);
-  counts.arenas += 1;
-  counts.arena_bytes += bytes;
-  counts.arenas_made += 1;
-  counts.arenas_made_bytes += bytes;
-  return arenas_.back().get();
-}
-
-bool Pool::set_arena(int32_t number, int64_t bytes) {
-  Lock lock(mutex_);
-  if (number < 0 || number >= static_cast<int32_t>(lanes_.size()) || bytes < 0) return false;
-  Lane &lane = *lanes_[static_cast<size_t>(number)];
-  Arena *old = lane.arena;
-  int64_t gone = 0;
-  if (old) old->retired = true;
-  if (old && old->blocks().empty()) {  // makes room for the new one
-    gone = old->bytes;
-    old = nullptr;
-  }
-  lane.arena = nullptr;
-  const std::vector<void *> bases = drained();
-  lock.unlock();
-  release(bases);
-  void *base = nullptr;
-  const auto allocate = [&](int64_t size) {
-    return backend_.allocate(backend_.context, size, lane.stream.device, lane.stream.handle);
-  };
-  if (bytes) base = allocate(bytes);
-  void *const as_before = bytes && !base && gone ? allocate(gone) : nullptr;
-  lock.lock();
-  if (as_before) lane.arena = add_arena(as_before, gone, lane.stream);
-  if (base) {
-    lane.arena = add_arena(base, bytes, lane.stream);
-  } else if (bytes && std::any_of(arenas_.begin(), arenas_.end(),
-                                  [&](const auto &arena) { return arena.get() == old; })) {
-    old->retired = false;
-    lane.arena = old;
-  }
-  return base || !bytes;
-}
-
-void *Pool::home(int64_t bytes, Stream stream) {
-  void *base = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
-  if (!base) return nullptr;
-  Lock lock(mutex_);
-  add_arena(base, bytes, stream);
-  return base;
-}
-
-void *Pool::place(void *home, int64_t offset, int64_t bytes) {
-  Lock lock(mutex_);
-  Arena *const arena = arena_at(home);
-  if (!arena || offset % kGrain || bytes < 1 || !arena->vacant(offset, rounded(bytes)))
-    return nullptr;
-  put(*arena, offset, bytes, {});
-  return arena->base + offset;
-}
-
-void Pool::dismiss(void *home) {
-  Lock lock(mutex_);
-  if (Arena *const arena = arena_at(home)) arena->retired = true;
-  const std::vector<void *> bases = drained();
-  lock.unlock();
-  release(bases);
-}
-
 int64_t Pool::age(void *pointer) {
   Lock lock(mutex_);
   Origin origin;
@@ -516,15 +349,6 @@ void *Pool::base_of(const void *block) {
   return arena ? arena->base : nullptr;
 }
 
-int64_t Pool::largest_gap(int32_t device) {
-  Lock lock(mutex_);
-  int64_t largest = 0;
-  for (const auto &lane : lanes_)
-    if (lane->arena && lane->stream.device == device)
-      largest = std::max(largest, lane->arena->largest_gap());
-  return largest;
-}
-
 Stream Pool::stream_of(int32_t lane) {
   Lock lock(mutex_);
   return lanes_.at(static_cast<size_t>(lane))->stream;
@@ -533,28 +357,6 @@ Stream Pool::stream_of(int32_t lane) {
 bool Pool::idle() {
   Lock lock(mutex_);
   return arenas_.empty() && held_.empty();
-}
-
-int64_t Pool::map(int32_t device, int64_t *numbers, int64_t room) {
-  Lock lock(mutex_);
-  int64_t count = 0;
-  const auto add = [&](int64_t number) {
-    if (count < room) numbers[count] = number;
-    ++count;
-  };
-  for (const auto &arena : arenas_) {
-    if (arena->stream.device != device) continue;
-    add(reinterpret_cast<int64_t>(arena->base));
-    add(arena->bytes);
-    add(static_cast<int64_t>(arena->blocks().size()));
-    for (const auto &[offset, block] : arena->blocks()) {
-      add(reinterpret_cast<int64_t>(arena->base + offset));
-      add(block.bytes);
-      add(block.requested);
-      add(block.pending);
-    }
-  }
-  return count;
 }
 
 }  // namespace lowtide

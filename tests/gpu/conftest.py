@@ -1,3 +1,6 @@
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -8,3 +11,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.path.parts:
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _clean_pool(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test of the pool nothing of it is left."""
+    if not request.path.name.startswith("test_pool"):
+        yield
+        return
+    _settle()
+    yield
+    _settle()  # with the peaks reset, what the pool left behind is gone with it
+    from lowtide._runtime.cuda import _library
+
+    assert not _library().lowtide_torch_installed()
+
+
+def _settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()

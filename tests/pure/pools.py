@@ -134,3 +134,25 @@ def bench(capacity: int = 1 << 33) -> Iterator[Bench]:
     assert host.events == 0
     host.library.lowtide_pool_close(host.handle)
     host.library.lowtide_host_close(host.host)
+
+
+def train(b: Bench, batch: int = 1, *, left: list[int] | None = None) -> list[int]:
+    """One step: activations grow with the batch, gradients outlive it until the next begins.
+
+    # forward   x h1 h2 h3        freed in backward, in reverse
+    # backward         g3 g2 g1   freed by the next step's zero_grad
+    """
+    host = b.host
+    x = host.allocate(batch * MIB)
+    for block in left or []:  # zero_grad
+        host.free(block)
+    hidden = [host.allocate(batch * 2 * MIB + 512 * i) for i in range(3)]
+    gradients = []
+    for block in reversed(hidden):
+        workspace = host.allocate(3 * MIB)
+        gradients.append(host.allocate(MIB + 512))
+        host.free(workspace)
+        host.free(block)
+    host.free(x)
+    b.pool.mark()
+    return gradients

@@ -1,0 +1,38 @@
+"""Recorded steps -> plans."""
+
+from lowtide._runtime.core import StepRecord
+from lowtide._runtime.planning import plan_step, widened
+
+
+def record(sizes: list[int], made: list[int], freed: list[int], ticks: int) -> StepRecord:
+    return StepRecord(sizes, made, freed, [], [], ticks)
+
+
+def test_a_plan_needs_no_more_than_the_load() -> None:
+    # bytes 1..2 | . b b .
+    # bytes 0..1 | a a c c
+    plan = plan_step(record([512, 512, 512], [0, 1, 3], [2, 5, 6], 6))
+    assert plan.phases == [[0, 512, 0]]
+    assert plan.height == plan.max_load == 1024
+
+
+def test_what_outlives_two_steps_is_left_outside() -> None:
+    plan = plan_step(record([512, 512], [0, 1], [2, -1], 4))
+    assert plan.phases == [[0, -1]]
+    plan = plan_step(record([512, 512], [0, 1], [2, 99], 4))
+    assert [phase[1] for phase in plan.phases] == [-1, -1]
+
+
+def test_lower_plans_leave_their_gradients_where_the_highest_does() -> None:
+    high = plan_step(record([4096, 1024], [0, 1], [2, 5], 4))
+    low = plan_step(record([2048, 1024], [0, 1], [2, 5], 4), beside=high, room=high.height)
+    assert low.phases[0][1] == high.phases[0][1]
+    assert low.height == high.height
+    cramped = plan_step(record([2048, 1024], [0, 1], [2, 5], 4), beside=high, room=3072)
+    assert cramped.height == 3072  # no room to follow suit: as low as can be
+
+
+def test_widened_lives_are_the_longest_seen() -> None:
+    first = record([512, 512, 512], [0, 1, 2], [3, 4, -1], 6)
+    second = record([512, 512, 512], [0, 1, 2], [4, 3, 5], 6)
+    assert widened(first, second).freed == [4, 4, -1]
