@@ -62,6 +62,20 @@ def test_a_fit_inside_another_leaves_the_pool_to_it() -> None:
     assert tide.summary() == "pool: off: CUDA is not in use"
 
 
+def test_a_build_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA in use, but without a compiler: training goes on, and a line says why."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    model, optimizer = make()
+    why = "the pool is off: no-such-compiler could not be run .*; training goes on"
+    tide = lowtide.fit(model, optimizer)
+    with pytest.warns(lowtide.LowtideWarning, match=why):
+        tide.__enter__()
+    train(model, optimizer)
+    tide.__exit__(None, None, None)
+    assert tide.summary().startswith("pool: off: no-such-compiler could not be run")
+
+
 def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def mark(self) -> None:

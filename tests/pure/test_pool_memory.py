@@ -58,6 +58,23 @@ def test_each_stream_has_an_arena_of_its_own() -> None:
         assert b.pool.summary().displaced == 0
 
 
+def test_each_device_has_an_arena_of_its_own() -> None:
+    with bench() as b:
+        for _ in range(6):
+            for device in (0, 1):
+                block = b.host.allocate((4 + 2 * device) * MIB, device=device)
+                b.host.free(block)
+            b.pool.mark()
+        assert b.place.arenas == [4 * MIB, 6 * MIB]
+        assert b.place.settled == [0, 1]
+        for device in (0, 1):
+            counts = b.host.core.count(device)
+            assert counts.arenas == 1
+            assert counts.arena_bytes == (4 + 2 * device) * MIB
+        assert b.pool.summary().replayed == 3
+        assert b.pool.summary().displaced == 0
+
+
 def test_while_paused_no_event_is_recorded_or_asked_for() -> None:
     with bench() as b:
         for _ in range(5):

@@ -1,7 +1,6 @@
 """What Python can reach: the storages on a device, and captured graphs."""
 
 import gc
-from collections.abc import Iterator
 
 import torch
 
@@ -10,26 +9,27 @@ def device_storages(device: int) -> list[torch.UntypedStorage]:
     """Each once. Tensors that only C++ holds (saved for a backward) are not among them."""
     found: dict[int, torch.UntypedStorage] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in _tensors():
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor):
+                continue
             try:
-                if tensor.device.type != "cuda" or tensor.device.index != device:
-                    continue
-                if tensor.layout is not torch.strided:
-                    continue
-                storage = tensor.untyped_storage()
-            except (RuntimeError, NotImplementedError):
+                gradient = thing.grad if thing.is_leaf else None
+                for tensor in (thing, gradient):
+                    if tensor is not None and _lies_on(tensor, device):
+                        storage = tensor.untyped_storage()
+                        found[storage._cdata] = storage
+            except (RuntimeError, NotImplementedError, ValueError):
                 continue  # a wrapper without a storage of its own, or a tensor without memory
-            if storage.device.type == "cuda":
-                found[storage._cdata] = storage
     return list(found.values())
 
 
-def _tensors() -> Iterator[torch.Tensor]:
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            yield thing
-            if thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+def _lies_on(tensor: torch.Tensor, device: int) -> bool:
+    return (
+        tensor.is_cuda
+        and tensor.device.index == device
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage().device.type == "cuda"
+    )
 
 
 def graphs_exist() -> bool:
