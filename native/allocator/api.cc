@@ -59,6 +59,8 @@ void *lowtide_pool_place(lowtide_pool *pool, void *home, int64_t offset, int64_t
 
 void lowtide_pool_dismiss(lowtide_pool *pool, void *home) { pool->pool.dismiss(home); }
 
+void *lowtide_pool_base(lowtide_pool *pool, void *block) { return pool->pool.base_of(block); }
+
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block) { return pool->pool.age(block); }
 
 int64_t lowtide_pool_reclaim(lowtide_pool *pool) { return pool->pool.reclaim(); }

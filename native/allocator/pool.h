@@ -122,6 +122,8 @@ void *lowtide_pool_home(lowtide_pool *pool, int64_t bytes, int32_t device, void 
 void *lowtide_pool_place(lowtide_pool *pool, void *home, int64_t offset, int64_t bytes);
 void lowtide_pool_dismiss(lowtide_pool *pool, void *home);
 
+// The base of the arena or home that the block lies in, or NULL.
+void *lowtide_pool_base(lowtide_pool *pool, void *block);
 // How many marks ago the block was allocated; -1: it is none of the pool's, or older than it tells.
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block);
 // Frees what only waited for an event or a last block.  Returns the bytes that went back.

@@ -311,6 +311,10 @@ def test_homes_hold_what_is_placed_and_go_with_it() -> None:
         assert library.lowtide_pool_place(handle, home, 1000, 512) is None  # unaligned
         assert library.lowtide_pool_place(handle, home, 2 * MIB, 512) is None  # outside
         second = library.lowtide_pool_place(handle, home, 1024, 512)
+        assert b.host.core.holds(second)
+        elsewhere = b.host.allocate(MIB)
+        assert not b.host.core.holds(elsewhere)
+        b.host.free(elsewhere)
         b.host.core.dismiss(home)
         assert library.lowtide_pool_free(handle, first) == 1
         assert library.lowtide_pool_free(handle, first) == 0  # twice

@@ -117,6 +117,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "home": (_PTR, [_PTR, _I64, _I32, _PTR]),
     "place": (_PTR, [_PTR, _PTR, _I64, _I64]),
     "dismiss": (None, [_PTR, _PTR]),
+    "base": (_PTR, [_PTR, _PTR]),
     "age": (_I64, [_PTR, _PTR]),
     "reclaim": (_I64, [_PTR]),
     "count": (None, [_PTR, _I32, ctypes.POINTER(_Counts)]),
@@ -204,6 +205,10 @@ class Core:
     def dismiss(self, home: int) -> None:
         """Nothing more will be placed in this home."""
         self._library.lowtide_pool_dismiss(self._handle, home)
+
+    def holds(self, block: int) -> bool:
+        """Whether a block lies in an arena or a home."""
+        return self._library.lowtide_pool_base(self._handle, block) is not None
 
     def age(self, block: int) -> int:
         """How many marks ago a block was allocated, or -1."""

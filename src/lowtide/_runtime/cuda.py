@@ -158,10 +158,12 @@ class CudaPlace:
             self._gather(device)
 
     def _gather(self, device: int) -> None:
+        """Move what stays, and does not lie in a home yet, into homes."""
         storages = [
             storage
             for storage in self._movable(device)
-            if self.core.age(storage.data_ptr()) not in (0, 1)
+            if not self.core.holds(storage.data_ptr())
+            and self.core.age(storage.data_ptr()) not in (0, 1)
         ]
         storages.sort(key=lambda storage: storage.nbytes(), reverse=True)
         with torch.cuda.device(device):
