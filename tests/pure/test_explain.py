@@ -29,6 +29,10 @@ def test_a_crowded_moment_is_named_by_its_fewest_buffers() -> None:
     lanes = [Buffer("a", 0, 1, 6), Buffer("b", 5, 6, 6, lane=1)]
     conflict = crowded(lanes, 11)
     assert conflict is not None and {b.name for b in conflict.buffers} == {"a", "b"}
+    # A lane that is too much for itself is named alone, however few of both would do.
+    alone = [Buffer(name, 0, 1, size) for name, size in (("a", 11), ("b", 1), ("c", 1))]
+    conflict = crowded([*alone, Buffer("d", 0, 1, 7, lane=1)], 17, align=8)
+    assert conflict is not None and {b.name for b in conflict.buffers} == {"a", "b", "c"}
 
 
 def test_a_height_above_the_load_is_proved() -> None:

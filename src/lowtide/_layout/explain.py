@@ -33,18 +33,18 @@ def crowded(
     if period is not None:
         buffers = copies(buffers, period)
     spare = max((rounded(b.size, align) - b.size for b in buffers), default=0)
-    room = capacity + spare  # the topmost need not be rounded up
+    # The topmost need not be rounded up; or, should it round little, without any rounding.
+    ways = [(align, capacity + spare), (1, capacity)]
     lanes = [[b for b in buffers if b.lane == lane] for lane in (0, 1)]
-    found = [_smallest(lane, room, align, period) for lane in lanes]
-    if found == [None, None] and all(lanes):
-        for own, other in (lanes, lanes[::-1]):
-            heaviest = _heaviest(other, align, period)
-            left = room - sum(rounded(b.size, align) for b in heaviest)
-            rest = _smallest(own, left, align, period)
-            if rest is not None:
-                found.append(Conflict((*rest.buffers, *heaviest), None))
-    if align > 1:  # the topmost may be one that rounds little: without any rounding, too
-        found.append(crowded(buffers, capacity, period=period))
+    found = [_smallest(lane, room, grain, period) for grain, room in ways for lane in lanes]
+    if not any(found) and all(lanes):
+        for grain, room in ways:
+            for own, other in (lanes, lanes[::-1]):
+                heaviest = _heaviest(other, grain, period)
+                left = room - sum(rounded(b.size, grain) for b in heaviest)
+                rest = _smallest(own, left, grain, period)
+                if rest is not None:
+                    found.append(Conflict((*rest.buffers, *heaviest), None))
     conflicts = [conflict for conflict in found if conflict is not None]
     return min(conflicts, key=lambda conflict: len(conflict.buffers), default=None)
 
