@@ -63,7 +63,7 @@ void *lowtide_pool_base(lowtide_pool *pool, void *block) { return pool->pool.bas
 
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block) { return pool->pool.age(block); }
 
-int64_t lowtide_pool_reclaim(lowtide_pool *pool) { return pool->pool.reclaim(); }
+void lowtide_pool_reclaim(lowtide_pool *pool) { pool->pool.reclaim(); }
 
 void lowtide_pool_count(lowtide_pool *pool, int32_t device, lowtide_pool_stats *stats) {
   *stats = pool->pool.count(device);

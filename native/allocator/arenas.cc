@@ -88,20 +88,9 @@ void Pool::release(const std::vector<void *> &bases) {
   for (void *base : bases) backend_.release(backend_.context, base);
 }
 
-int64_t Pool::reclaim() {
+void Pool::reclaim() {
   Lock lock(mutex_);
-  const auto total = [&] {
-    int64_t sum = 0;
-    for (const auto &arena : arenas_) sum += arena->bytes;
-    return sum;
-  };
-  const int64_t before = total();
   sweep(lock);
-  const std::vector<void *> bases = drained();
-  const int64_t after = total();
-  lock.unlock();
-  release(bases);
-  return before - after;
 }
 
 Arena *Pool::add_arena(void *base, int64_t bytes, Stream stream) {

@@ -74,10 +74,7 @@ int64_t Pool::choose(Lane &lane, int64_t bytes) {
   const Step &step = lane.steps.now();
   Follower::Match match;
   if (!step.overflow) match = lane.follower.match(step.sizes);
-  if (match.found && match.offset < 0) {
-    ++lane.told.outside;
-    return -1;
-  }
+  if (match.found && match.offset < 0) return -1;  // it outlives the plan
   if (!lane.arena) {
     ++lane.told.unplanned;
     return -1;
@@ -145,8 +142,6 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
       return lane.arena->base + offset;
     }
   }
-  lane.backend_bytes += bytes;
-  lane.told.backend_bytes = std::max(lane.told.backend_bytes, lane.backend_bytes);
   lock.unlock();
   void *block = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
   if (!block) {
@@ -154,7 +149,6 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
     block = last_resort(number, bytes, &where);
     if (where == Place::kArena || !block) {
       lock.lock();
-      lane.backend_bytes -= bytes;
       if (Arena *arena = block ? arena_at(block) : nullptr)
         arena->find(static_cast<char *>(block) - arena->base)->origin = origin;
       if (receipt)
@@ -163,17 +157,15 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
     }
   }
   lock.lock();
-  held_[block] = {bytes, origin};
+  held_[block] = origin;
   ++stats(stream.device).held;
   if (receipt) *receipt = {Place::kBackend, 0, bytes, false, stream.device, stats(stream.device)};
   return block;
 }
 
-void Pool::note_free(const Origin &origin, int64_t requested, bool in_backend) {
+void Pool::note_free(const Origin &origin) {
   if (origin.lane < 0) return;
-  Lane &lane = *lanes_[static_cast<size_t>(origin.lane)];
-  if (in_backend && origin.step == lane.steps.number()) lane.backend_bytes -= requested;
-  lane.steps.freed(origin.step, origin.index, now_ns());
+  lanes_[static_cast<size_t>(origin.lane)]->steps.freed(origin.step, origin.index, now_ns());
 }
 
 // Gives the bytes of a block back to its arena.
@@ -188,7 +180,7 @@ void Pool::remove(Arena &arena, int64_t offset) {
     counts.live_bytes -= block.bytes;
     counts.requested_bytes -= block.requested;
   }
-  note_free(block.origin, block.requested, false);
+  note_free(block.origin);
 }
 
 Pool::Place Pool::free(void *pointer, Receipt *receipt) {
@@ -226,11 +218,10 @@ Pool::Place Pool::free(void *pointer, Receipt *receipt) {
   }
   const auto found = held_.find(pointer);
   if (found == held_.end()) return Place::kNowhere;
-  const Held held = found->second;
+  const Origin origin = found->second;
   held_.erase(found);
-  if (held.origin.lane >= 0)
-    --stats(lanes_[static_cast<size_t>(held.origin.lane)]->stream.device).held;
-  note_free(held.origin, held.requested, true);
+  --stats(lanes_[static_cast<size_t>(origin.lane)]->stream.device).held;
+  note_free(origin);
   lock.unlock();
   backend_.release(backend_.context, pointer);
   return Place::kBackend;
@@ -279,7 +270,6 @@ int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
     if (lane.told.plan >= 0) lane.distrusted = false;
     if (static_cast<int32_t>(i) < room) out[i] = lane.told;
     lane.told = {};
-    lane.backend_bytes = 0;
     lane.steps.end(now);
   }
   return static_cast<int32_t>(lanes_.size());
@@ -332,7 +322,7 @@ int64_t Pool::age(void *pointer) {
       origin = block->origin;
   } else {
     const auto found = held_.find(pointer);
-    if (found != held_.end()) origin = found->second.origin;
+    if (found != held_.end()) origin = found->second;
   }
   if (origin.lane < 0) return -1;
   return lanes_[static_cast<size_t>(origin.lane)]->steps.number() - origin.step;

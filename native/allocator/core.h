@@ -55,7 +55,7 @@ class Pool {
   void dismiss(void *home);
 
   int64_t age(void *block);
-  int64_t reclaim();
+  void reclaim();
   lowtide_pool_stats count(int32_t device);
   // Whether the block lies in an arena: that arena's base.
   void *base_of(const void *block);
@@ -74,11 +74,6 @@ class Pool {
     Steps steps;
     Follower follower;
     lowtide_pool_lane told{};       // of the step so far
-    int64_t backend_bytes = 0;      // of the step's blocks, in the backend now
-  };
-  struct Held {  // a block of the backend
-    int64_t requested;
-    Origin origin;
   };
   struct Waiting {
     Arena *arena;
@@ -92,7 +87,7 @@ class Pool {
   int64_t choose(Lane &lane, int64_t bytes);
   void put(Arena &arena, int64_t offset, int64_t requested, Origin origin);
   void remove(Arena &arena, int64_t offset);
-  void note_free(const Origin &origin, int64_t requested, bool in_backend);
+  void note_free(const Origin &origin);
   void record_events(Lock &lock, Arena *arena, int64_t offset);
   void sweep(Lock &lock, bool wait = false);
   // Takes drained arenas off the list; their bases are the caller's to release, unlocked.
@@ -107,11 +102,10 @@ class Pool {
   std::atomic<int32_t> mode_{LOWTIDE_POOL_PASS};
   std::mutex mutex_;
   bool paused_ = false;
-  int64_t marks_ = 0;
   int64_t next_plan_ = 0;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<std::unique_ptr<Arena>> arenas_;
-  std::unordered_map<void *, Held> held_;
+  std::unordered_map<void *, Origin> held_;             // blocks of the backend
   std::vector<Waiting> waiting_;                        // events have been recorded
   std::vector<std::pair<Arena *, int64_t>> deferred_;   // freed while paused: no events yet
   std::vector<lowtide_pool_stats> stats_;  // by device

@@ -35,11 +35,6 @@ Plan *Follower::find(int64_t number) {
   return nullptr;
 }
 
-bool Follower::knows(const std::vector<int64_t> &sizes) const {
-  return std::any_of(plans_.begin(), plans_.end(),
-                     [&](const auto &plan) { return plan->sizes == sizes; });
-}
-
 void Follower::forget(int64_t number) {
   if (plan_ && plan_->number == number) reset();
   plans_.erase(std::remove_if(plans_.begin(), plans_.end(),

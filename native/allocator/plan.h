@@ -44,7 +44,6 @@ class Follower {
 
   void add(std::unique_ptr<Plan> plan) { plans_.push_back(std::move(plan)); }
   void forget(int64_t number);
-  bool knows(const std::vector<int64_t> &sizes) const;
   bool empty() const { return plans_.empty(); }
 
   // `sizes` is the step so far, the allocation in question last.

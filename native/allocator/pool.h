@@ -58,9 +58,7 @@ typedef struct {
   int64_t plan;             // the plan that the whole step agreed with, or -1
   int64_t planned;          // allocations that got their planned address
   int64_t displaced;        // ... whose planned bytes were still in use
-  int64_t unplanned;        // ... that no plan foresaw
-  int64_t outside;          // planned to lie outside the arena
-  int64_t backend_bytes;    // the most bytes of this step's blocks held in the backend at once
+  int64_t unplanned;        // ... that no plan foresaw; the others outlive the plan, outside
   int64_t arena_bytes;      // 0: the lane has no arena
   int32_t overflow;         // the step was too long to be noted whole
   int32_t refused;          // allocations for which there was no memory anywhere
@@ -126,8 +124,8 @@ void lowtide_pool_dismiss(lowtide_pool *pool, void *home);
 void *lowtide_pool_base(lowtide_pool *pool, void *block);
 // How many marks ago the block was allocated; -1: it is none of the pool's, or older than it tells.
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block);
-// Frees what only waited for an event or a last block.  Returns the bytes that went back.
-int64_t lowtide_pool_reclaim(lowtide_pool *pool);
+// Frees what only waited for an event.
+void lowtide_pool_reclaim(lowtide_pool *pool);
 void lowtide_pool_count(lowtide_pool *pool, int32_t device, lowtide_pool_stats *stats);
 // The blocks in arenas of `device`, by address: for each arena its base, bytes and number of blocks,
 // then its blocks' address, bytes, requested bytes and whether they are pending.  For a picture.

@@ -156,3 +156,10 @@ def train(b: Bench, batch: int = 1, *, left: list[int] | None = None) -> list[in
     host.free(x)
     b.pool.mark()
     return gradients
+
+
+def plan_one(b: Bench, size: int) -> None:
+    """Five steps of a single block: afterwards it has its arena and its plan."""
+    for _ in range(5):
+        b.host.free(b.host.allocate(size))
+        b.pool.mark()

@@ -1,7 +1,7 @@
 """The pool over main memory: streams, arenas that come and go, and no memory left."""
 
 import pytest
-from pools import MIB, bench, train
+from pools import MIB, bench, plan_one, train
 
 from lowtide._runtime.core import Mode
 from lowtide._runtime.pool import Pool
@@ -77,10 +77,7 @@ def test_each_device_has_an_arena_of_its_own() -> None:
 
 def test_while_paused_no_event_is_recorded_or_asked_for() -> None:
     with bench() as b:
-        for _ in range(5):
-            block = b.host.allocate(4 * MIB)
-            b.host.free(block)
-            b.pool.mark()
+        plan_one(b, 4 * MIB)
         block = b.host.allocate(4 * MIB)
         b.host.touch(block, 5)
         b.host.pause(True)
@@ -146,10 +143,7 @@ def test_without_room_for_an_arena_training_goes_on() -> None:
 
 def test_out_of_memory_behind_takes_what_the_arena_has() -> None:
     with bench() as b:
-        for _ in range(5):
-            block = b.host.allocate(64 * MIB)
-            b.host.free(block)
-            b.pool.mark()
+        plan_one(b, 64 * MIB)
         b.host.limit(b.host.bytes)
         odd = b.host.allocate(8 * MIB)  # no plan foresaw it, and there is nothing behind
         assert b.host.bytes == 64 * MIB
@@ -158,10 +152,7 @@ def test_out_of_memory_behind_takes_what_the_arena_has() -> None:
 
 def test_out_of_memory_waits_for_what_other_streams_use() -> None:
     with bench() as b:
-        for _ in range(5):
-            block = b.host.allocate(64 * MIB)
-            b.host.free(block)
-            b.pool.mark()
+        plan_one(b, 64 * MIB)
         block = b.host.allocate(64 * MIB)
         b.host.touch(block, 5)
         b.host.free(block)  # another stream may still use it
@@ -174,10 +165,7 @@ def test_out_of_memory_waits_for_what_other_streams_use() -> None:
 def test_what_fits_without_an_arena_can_be_tried_again() -> None:
     """A larger shape that fits nowhere beside the arena is refused once, not for ever."""
     with bench() as b:
-        for _ in range(5):
-            block = b.host.allocate(60 * MIB)
-            b.host.free(block)
-            b.pool.mark()
+        plan_one(b, 60 * MIB)
         assert b.host.bytes == 60 * MIB
         held = b.host.allocate(21 * MIB)
         b.host.limit(100 * MIB)
@@ -202,10 +190,7 @@ def test_what_fits_without_an_arena_can_be_tried_again() -> None:
 
 def test_a_refused_arena_leaves_the_old_one() -> None:
     with bench() as b:
-        for _ in range(5):
-            block = b.host.allocate(64 * MIB)
-            b.host.free(block)
-            b.pool.mark()
+        plan_one(b, 64 * MIB)
         b.host.limit(100 * MIB)
         assert not b.host.core.set_arena(0, 200 * MIB)
         assert b.host.bytes == 64 * MIB
@@ -275,10 +260,7 @@ def test_a_mark_without_allocations_does_nothing() -> None:
 
 def test_out_of_memory_gives_an_empty_arena_back() -> None:
     with bench() as b:
-        for _ in range(5):
-            block = b.host.allocate(64 * MIB)
-            b.host.free(block)
-            b.pool.mark()
+        plan_one(b, 64 * MIB)
         b.host.limit(96 * MIB)
         large = b.host.allocate(80 * MIB)  # larger than the arena
         assert b.host.bytes == 80 * MIB

@@ -33,8 +33,6 @@ class Lane:
     planned: int
     displaced: int
     unplanned: int
-    outside: int
-    backend_bytes: int
     arena_bytes: int
     overflow: int
     refused: int
@@ -86,8 +84,6 @@ class _Lane(ctypes.Structure):
         ("planned", ctypes.c_int64),
         ("displaced", ctypes.c_int64),
         ("unplanned", ctypes.c_int64),
-        ("outside", ctypes.c_int64),
-        ("backend_bytes", ctypes.c_int64),
         ("arena_bytes", ctypes.c_int64),
         ("overflow", ctypes.c_int32),
         ("refused", ctypes.c_int32),
@@ -119,9 +115,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dismiss": (None, [_PTR, _PTR]),
     "base": (_PTR, [_PTR, _PTR]),
     "age": (_I64, [_PTR, _PTR]),
-    "reclaim": (_I64, [_PTR]),
+    "reclaim": (None, [_PTR]),
     "count": (None, [_PTR, _I32, ctypes.POINTER(_Counts)]),
-    "map": (_I64, [_PTR, _I32, _ROW, _I64]),
 }
 
 
@@ -199,7 +194,7 @@ class Core:
         self._library.lowtide_pool_forget(self._handle, lane, plan)
 
     def set_arena(self, lane: int, size: int) -> bool:
-        """Give a lane an arena and retire the one it has; False: no memory, nothing changed."""
+        """Give a lane an arena and retire the one it has; False: no memory, it keeps that one."""
         return bool(self._library.lowtide_pool_arena(self._handle, lane, size))
 
     def dismiss(self, home: int) -> None:
@@ -214,9 +209,9 @@ class Core:
         """How many marks ago a block was allocated, or -1."""
         return int(self._library.lowtide_pool_age(self._handle, block))
 
-    def reclaim(self) -> int:
-        """Give back what only waited; the bytes of arenas that went."""
-        return int(self._library.lowtide_pool_reclaim(self._handle))
+    def reclaim(self) -> None:
+        """Give back what only waited for an event."""
+        self._library.lowtide_pool_reclaim(self._handle)
 
     def count(self, device: int) -> Counts:
         """What lies in the arenas of a device."""

@@ -10,16 +10,16 @@ from contextlib import suppress
 import torch
 from torch import nn
 
+from lowtide._ir import CUDA_GRANULARITY_BYTES
 from lowtide._layout.buffers import rounded
 from lowtide._native import NoNative
 from lowtide._report.pool_text import MemorySummary
 from lowtide._runtime.core import Core, Mode, open_library
-from lowtide._runtime.planning import GRAIN
+from lowtide._runtime.planning import ARENA_GRAIN
 from lowtide._runtime.storages import device_storages, graphs_exist
 from lowtide._runtime.torch_build import build_pool
 
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
-_HOME_GRAIN = 2 << 20  # PyTorch's segments are multiples of it
 _MOST_TIDIED = 3  # times in a fit, a device
 _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 
@@ -179,14 +179,14 @@ class CudaPlace:
         if not portion:
             return
         stream = torch.cuda.current_stream(device).cuda_stream
-        size = rounded(_room(portion), _HOME_GRAIN)
+        size = rounded(_room(portion), ARENA_GRAIN)
         home = self._library.lowtide_torch_home(size, device, stream)
         if not home:
             return  # they stay where they are
         offset = 0
         for storage in portion:
             if self._library.lowtide_torch_settle(storage._cdata, home, offset):
-                offset += rounded(storage.nbytes(), GRAIN)
+                offset += rounded(storage.nbytes(), CUDA_GRANULARITY_BYTES)
         self.core.dismiss(home)
 
     def _movable(self, device: int) -> list[torch.UntypedStorage]:
@@ -223,4 +223,4 @@ def _make_workspaces(device: int) -> None:
 
 
 def _room(storages: list[torch.UntypedStorage]) -> int:
-    return sum(rounded(storage.nbytes(), GRAIN) for storage in storages)
+    return sum(rounded(storage.nbytes(), CUDA_GRANULARITY_BYTES) for storage in storages)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowtide._errors import BadInput
+from lowtide._ir import CUDA_GRANULARITY_BYTES
 from lowtide._layout.buffers import Buffer, max_load, rounded
 from lowtide._layout.pack import Packing, pack
 from lowtide._runtime.core import StepRecord
 
-GRAIN = 512  # bytes: as PyTorch's allocator rounds
 ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
 
 
@@ -57,7 +57,7 @@ def plan_step(
             f"{phase}:{i}",
             step.made[i] + phase * step.ticks,
             step.freed[i] + phase * step.ticks,
-            rounded(step.sizes[i], GRAIN),
+            rounded(step.sizes[i], CUDA_GRANULARITY_BYTES),
         )
         for phase in range(count)
         for i, life in enumerate(lives)
@@ -73,7 +73,9 @@ def plan_step(
     if packing is None:
         # An arena is a multiple of its grain: what ends within the last one is low enough.
         enough = rounded(max_load(buffers, period=period), ARENA_GRAIN)
-        packing = pack(buffers, period=period, align=GRAIN, capacity=enough, seconds=seconds)
+        packing = pack(
+            buffers, period=period, align=CUDA_GRANULARITY_BYTES, capacity=enough, seconds=seconds
+        )
     for buffer in packing.buffers:
         phase, i = map(int, buffer.name.split(":"))
         assert buffer.offset is not None
@@ -101,7 +103,9 @@ def _pack_beside(
         offset = beside.phases[phase][partner[i]] if i in partner else -1
         fixed.append(replace(buffer, offset=offset) if offset >= 0 else buffer)
     try:
-        packing = pack(fixed, period=period, align=GRAIN, capacity=room, seconds=seconds)
+        packing = pack(
+            fixed, period=period, align=CUDA_GRANULARITY_BYTES, capacity=room, seconds=seconds
+        )
     except BadInput:  # they would share bytes: there, they are not all alive together
         return None
     return packing if packing.height <= room else None

@@ -141,10 +141,9 @@ class Pool:
         unforeseen = any(lane.unplanned or lane.displaced for lane in served)
         if self._trim_in == 0 and unforeseen:
             self._trim_in = _TRIM_WITHIN
-        elif (
-            self._trim_in
-        ):  # at the first step that needed nothing but its plan, or when it is time
+        elif self._trim_in:
             self._trim_in -= 1
+            # At the first step that went by its plan alone, or when it is time.
             if not unforeseen or self._trim_in == 0:
                 self._trim_in = 0
                 self._place.trim()
