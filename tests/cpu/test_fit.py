@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lowtide
 from lowtide._native import NoNative
@@ -35,6 +36,23 @@ def test_without_cuda_one_line_says_so_and_training_goes_on() -> None:
         train(model, optimizer)  # said once: here a warning would be an error
     assert tide.summary() == "pool: off: CUDA is not in use"
     assert not model._forward_pre_hooks
+    assert not _global_optimizer_post_hooks
+
+
+def test_everything_is_undone_when_the_loop_raises() -> None:
+    model, optimizer = make()
+
+    def loop() -> None:
+        with lowtide.fit(model, optimizer):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert not model._forward_pre_hooks
+    assert not _global_optimizer_post_hooks
+    with lowtide.fit(model, optimizer) as tide:  # and another may begin
+        pass
+    assert tide.summary() == "pool: off: CUDA is not in use"
 
 
 def test_bad_arguments_are_one_line() -> None:
