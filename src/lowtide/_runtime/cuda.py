@@ -56,7 +56,7 @@ class CudaPlace:
     def leave(self) -> None:
         """Out of the way as soon as nothing depends on it."""
         self._library.lowtide_torch_withdraw()
-        if not any(map(self._fixed_addresses, range(torch.cuda.device_count()))):
+        if not graphs_exist():
             torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
         torch.cuda.empty_cache()
 
@@ -82,6 +82,8 @@ class CudaPlace:
         arena is made, and then goes into it.
         """
         most = torch.cuda.max_memory_reserved(device)
+        if torch.cuda.memory_reserved(device) + size > most:
+            torch.cuda.empty_cache()
         more = torch.cuda.memory_reserved(device) + size > most
         if not (grows and more) and self._library.lowtide_torch_arena(lane, size):
             return True
@@ -209,8 +211,18 @@ class CudaPlace:
         return [s for s in device_storages(device) if s.nbytes() > 0 and among_them(s)]
 
     def _fixed_addresses(self, device: int) -> bool:
-        """Whether a CUDA graph was captured: it knows addresses, not storages."""
-        return bool(self._library.lowtide_torch_private(device)) or graphs_exist()
+        """Whether there may be a CUDA graph: it knows addresses, not storages.
+
+        A graph that is gone leaves a workspace of cuBLAS in its private pool; other private memory
+        may belong to a graph that Python cannot see.
+        """
+        if graphs_exist():
+            return True
+        if self._library.lowtide_torch_private(device):
+            torch.cuda.synchronize(device)
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+        return bool(self._library.lowtide_torch_private(device))
 
 
 def _make_workspaces(device: int) -> None:
