@@ -73,16 +73,22 @@ def pool_table() -> str:
             f"| {savings['default'][-1]:.1%} | {own['step_ratio'] - 1:+.2%} |"
         )
     means = ", ".join(
-        f"{sum(found) / len(found):.1%} than with {WITH[key]}" for key, found in savings.items()
+        f"{sum(found) / len(found):.1%} less than {WITH[key]}" for key, found in savings.items()
     )
     costs = results["cost"].values()
     native = sum(cost["native_ns"] for cost in costs) / len(costs)
     pool = sum(cost["pool_ns"] for cost in costs) / len(costs)
+    hurried = [
+        name
+        for name, m in results["models"].items()
+        if m["lowtide"].get("python_seconds", 0) > 0.9 * m["lowtide"]["plain_seconds"]
+    ]
     same = [name for name, m in results["same"].items() if m["plain_repeats"] and m["identical"]]
     lines += [
         "",
-        f"On average {means}, reserved less. An allocation and its free take {pool:.0f} ns, with "
-        f"the default allocator {native:.0f} ns. Losses of {results['same'][same[0]]['steps']} "
+        f"On average it reserves {means}. An allocation and its free take {pool:.0f} ns, with "
+        f"the default allocator {native:.0f} ns; {' and '.join(hurried)} wait for Python in much "
+        f"of a step. Losses of {results['same'][same[0]]['steps']} "
         f"steps with dropout are the same bit for bit ({', '.join(same)}). "
         f"({results['machine']['gpu']}, torch {results['machine']['torch']})",
     ]
