@@ -1,4 +1,4 @@
-"""The nouns: one traced training step. No torch here, nothing computed, everything frozen.
+"""The nouns: a traced training step, a machine, a plan. No torch, nothing computed, all frozen.
 
 A *storage* is one allocation. A *value* is one version of one storage: an in-place op makes a
 new value on the same storage. A *tensor* is a view of a value, described by a `Geometry`.
@@ -134,3 +134,66 @@ class Trace:
     granularity_bytes: int = 1  # what that device's allocator rounds sizes up to
     unseen_bytes: int = 0  # held on that device all along by no tensor: library workspaces
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How long copies take, one way: measured points, straight lines between them.
+
+    Below the first point time is that of the first, beyond the last it grows as between the
+    last two.
+    """
+
+    bytes: tuple[int, ...]  # ascending, at least two
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a step runs on, as far as a plan needs to know.
+
+    `together` is the share of its speed that each way of the link keeps while both are busy.
+    `flops_per_second` is by dtype name; it and `memory_bytes_per_second` are 0 or empty where
+    unknown. `sources` says where each figure is from.
+    """
+
+    name: str
+    device_bytes: int
+    host_bytes: int  # what may be taken of the tier below
+    out: Link  # from the device
+    back: Link  # to the device
+    together: float = 1.0
+    memory_bytes_per_second: float = 0.0
+    flops_per_second: tuple[tuple[str, float], ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """One stay of a value's storage away from the device, between its uses by `after` and `until`.
+
+    All are positions in the step. The copy out may start when op `after` has ended; before op
+    `release` compute waits for it and the bytes are free. Before op `fetch` bytes are taken again
+    and the copy back may start; op `until` waits for it. A stay across the step's end has
+    `until`, and perhaps `fetch` and `release`, at least the number of ops: in the next step.
+    after < release <= fetch <= until.
+    """
+
+    value: ValueId
+    after: OpIndex
+    release: OpIndex
+    fetch: OpIndex
+    until: OpIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done to each step, and what is expected of it."""
+
+    swaps: tuple[Swap, ...]
+    peak_bytes: int
+    seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    policy: str = ""
+    machine: str = ""
