@@ -15,35 +15,59 @@ LAYERS = [
     {"_units", "_errors", "_ir", "_native"},
     {"_check", "_files", "_script"},
     {"_analyze"},
+    {"_machine"},
+    {"_simulate"},
+    {"_policy"},
     {"_layout"},
     {"_trace"},
     {"_report"},
     {"_runtime"},
     {"__init__"},
+    {"_cli_doctor", "_cli_simulate"},
     {"_cli"},
     {"__main__"},
 ]
 
 # The recorder and the runtime are all that touches torch; planning runs anywhere.
-USES_TORCH = {
-    f"_runtime/{name}.py" for name in ["cuda", "fit", "marks", "storages", "torch_build"]
-} | {
-    f"_trace/{name}.py"
-    for name in [
-        "api",
-        "args",
-        "book",
-        "cuda",
-        "modules",
-        "optimizers",
-        "record",
-        "saves",
-        "schema",
-        "script",
-        "tensors",
-        "workspace",
-    ]
-}
+USES_TORCH = (
+    {
+        f"_runtime/{name}.py"
+        for name in ["budget", "cuda", "fit", "marks", "storages", "torch_build"]
+    }
+    | {
+        f"_runtime/swap/{name}.py"
+        for name in [
+            "cell",
+            "driver",
+            "file_tier",
+            "observe",
+            "pinned_tier",
+            "quiet",
+            "saved",
+            "sharing",
+            "states",
+            "tier",
+        ]
+    }
+    | {"_machine/measure.py"}
+    | {
+        f"_trace/{name}.py"
+        for name in [
+            "api",
+            "args",
+            "book",
+            "cuda",
+            "modules",
+            "optimizers",
+            "record",
+            "saves",
+            "schema",
+            "script",
+            "tensors",
+            "workspace",
+        ]
+    }
+)
 
 # What the package loads when it is first asked for.
 LAZY = {"lowtide._trace.api.trace", "lowtide._runtime.fit", "lowtide._runtime.fit.fit"}

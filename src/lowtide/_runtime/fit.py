@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 from lowtide._errors import BadInput, LowtideWarning
 from lowtide._native import NoNative
 from lowtide._report.pool_text import render_pool
+from lowtide._report.swap_text import render_swap
+from lowtide._runtime.budget import POLICIES, Budgeted
 from lowtide._runtime.cuda import CudaPlace
 from lowtide._runtime.marks import Marks
 from lowtide._runtime.pool import Pool
@@ -24,9 +27,18 @@ def fit(
     model: nn.Module | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
+    budget: str | float | None = None,
+    policy: str = "autoswap",
     pool: bool = True,
+    host_budget: str | int | None = None,
+    folder: str | Path | None = None,
 ) -> "Tide":
-    """Give every allocation of the training loop inside the block a planned address.
+    """Train in less memory while the block lasts.
+
+    `budget` is what the device may hold, in bytes (`"16GiB"`) or as a share of what plain training
+    peaks at (0.5). The first steps are watched; then what is idle for long enough leaves the device
+    and comes back in time, as `policy` plans it: to pinned main memory, of which it takes at most
+    `host_budget`, or on a machine without a GPU to a file in `folder`.
 
     `pool` lays each step's memory out so that nothing is lost to fragments; the model, the loop
     and every bit of the result stay as they are. `optimizer` tells where a step ends (without it:
@@ -36,7 +48,17 @@ def fit(
     Where CUDA is not used, or the pool cannot be built, a warning says so and training goes on as
     without lowtide.
     """
-    return Tide(model, optimizer, pool=pool, tell=_warn)
+    if policy not in POLICIES:
+        raise BadInput(f"no policy is called {policy!r}: known are {', '.join(POLICIES)}")
+    return Tide(
+        model,
+        optimizer,
+        pool=pool,
+        tell=_warn,
+        budget=budget,
+        host_budget=host_budget,
+        folder=None if folder is None else Path(folder),
+    )
 
 
 class Tide:
@@ -51,11 +73,19 @@ class Tide:
         *,
         pool: bool,
         tell: Callable[[str], None],
+        budget: str | float | None = None,
+        host_budget: str | int | None = None,
+        folder: Path | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise BadInput(f"model is a {type(model).__name__}: give an nn.Module or None")
-        if not pool:
-            raise BadInput("pool=False leaves nothing to do: lowtide has no other means yet")
+        if not pool and budget is None:
+            raise BadInput("pool=False and no budget leave nothing to do: give a budget")
+        self._budget = budget
+        self._host_budget = host_budget
+        self._folder = folder
+        self._wants_pool = pool
+        self._budgeted: Budgeted | None = None
         self._model = model
         self._optimizers = _optimizers(optimizer)
         self._tell = tell
@@ -74,13 +104,25 @@ class Tide:
             self._undo = ExitStack()
             self._turn_off("another fit is under way, and has it")
             return self
-        self._off, self._waits = "CUDA is not in use", True
+        self._off, self._waits = "CUDA is not in use", self._wants_pool
         with ExitStack() as undo:
             self._undo = undo
             Tide._current = self
             undo.callback(_leave)
-            if torch.cuda.is_initialized():
+            if self._wants_pool and torch.cuda.is_initialized():
                 self._start()
+            if self._budget is not None:
+                self._budgeted = Budgeted(
+                    self._budget,
+                    host_budget=self._host_budget,
+                    folder=self._folder,
+                    machine=None,
+                    score="swdoa",
+                    model=self._model,
+                    optimizers=self._optimizers,
+                    tell=self._tell,
+                    undo=undo,
+                )
             Marks(self._model, self._optimizers, self._mark, undo)
             self._undo = undo.pop_all()
         return self
@@ -97,9 +139,14 @@ class Tide:
 
     def summary(self) -> str:
         """What it did, in a few lines: planned and measured."""
-        if self._pool is None or self._place is None:
-            return f"pool: off: {self._off}"
-        return render_pool(self._pool.summary(), self._place.memory())
+        parts = []
+        if self._budgeted is not None:
+            parts.append(render_swap(self._budgeted.summary()))
+        if self._pool is not None and self._place is not None:
+            parts.append(render_pool(self._pool.summary(), self._place.memory()))
+        elif self._wants_pool and (self._budgeted is None or self.told_off):
+            parts.append(f"pool: off: {self._off}")
+        return "\n".join(parts)
 
     def _start(self) -> None:
         """Put the pool in place, now that CUDA is in use."""
@@ -121,7 +168,10 @@ class Tide:
 
     def _mark(self) -> None:
         with self._lock:  # optimizers may step in several threads
-            self._look()
+            if self._budgeted is not None:
+                self._budgeted.mark()
+            if self._wants_pool:
+                self._look()
 
     def _look(self) -> None:
         if self._pool is not None and self._place is not None:
@@ -136,7 +186,7 @@ class Tide:
                 self._turn_off(f"it failed ({what}), please report it; training goes on")
         elif self._waits and torch.cuda.is_initialized():
             self._start()
-        elif self._waits and not self.told_off:
+        elif self._waits and not self.told_off and self._budgeted is None:
             self._turn_off(self._off)
 
 

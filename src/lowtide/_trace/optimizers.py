@@ -33,8 +33,8 @@ class OptimizerWatch:
 
     def install(self, undo: ExitStack) -> None:
         """Start watching; `undo` stops it."""
-        undo.callback(register_optimizer_step_pre_hook(self._before).remove)
-        undo.callback(register_optimizer_step_post_hook(self._after).remove)
+        undo.callback(register_optimizer_step_pre_hook(self.before).remove)
+        undo.callback(register_optimizer_step_post_hook(self.after).remove)
 
     def exist(self) -> bool:
         """Whether there is any optimizer that might step later."""
@@ -63,7 +63,8 @@ class OptimizerWatch:
         """Whether an optimizer is stepping."""
         return bool(self._inside)
 
-    def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A step begins: what it is about to update is its own."""
         if id(optimizer) in self._inside:  # its last step raised and never came to its end
             del self._inside[self._inside.index(id(optimizer)) :]
         self._inside.append(id(optimizer))
@@ -72,7 +73,8 @@ class OptimizerWatch:
             if parameter.grad is not None:
                 self._claim(parameter.grad, Kind.GRADIENT, parameter, "grad")
 
-    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A step has ended: what it keeps is its state."""
         if self._inside:
             self._inside.pop()
         for parameter, state in optimizer.state.items():

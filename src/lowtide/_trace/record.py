@@ -55,13 +55,18 @@ class Recorder(TorchDispatchMode):
     """Records from `__enter__` to `__exit__`; `recording` then gives the whole as one trace.
 
     `on_progress` is called after every optimizer step, and outside of backward each time the
-    number of ops has doubled; it may raise to end the script being recorded.
+    number of ops has doubled; it may raise to end the script being recorded. `hooked` says that the
+    caller has hooks on saved tensors and optimizers and passes on to `saves` and `optimizers`
+    what they see.
     """
 
     supports_higher_order_operators = True  # they are passed through, and their parts seen
 
-    def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_progress: Callable[[], None] = lambda: None, *, hooked: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._hooked = hooked
         self._on_progress = on_progress
         self._next_look = 1024
         self.measures = True  # whether arguments and GPU times are taken, which costs time
@@ -70,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self.book = Book()
         self.optimizers = OptimizerWatch(self._claim_of_parameter, self._mark_optimizer)
         self._modules = ModulePaths(self._claim_root)
-        self._saves = SavedTensors(self.book, self._quietly)
+        self.saves = SavedTensors(self.book, self._quietly)
         self._cuda: CudaProbe | None = None
         self._claims: dict[int, Claim] = {}
         self._geometries: dict[tuple[Any, ...], GeometryId] = {}
@@ -91,8 +96,10 @@ class Recorder(TorchDispatchMode):
             self.book.admit_existing()
             undo.callback(self.book.close)
             self._modules.install(undo)
-            self.optimizers.install(undo)
-            self._saves.install(undo)
+            undo.callback(self.saves.close)
+            if not self._hooked:
+                self.optimizers.install(undo)
+                self.saves.install(undo)
             super().__enter__()  # type: ignore[no-untyped-call]
             undo.push(super().__exit__)
             self._undo = undo.pop_all()
@@ -124,11 +131,11 @@ class Recorder(TorchDispatchMode):
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # let it take itself apart; its parts come here again
         facts = op_facts(func)
-        if facts.name == "aten.detach.default" and self._saves.is_unpacking(args[0]):
+        if facts.name == "aten.detach.default" and self.saves.is_unpacking(args[0]):
             result = func(*args, **kwargs)
             result.__dict__.update(args[0].__dict__)  # without hooks it would be the tensor itself
             return result
-        self._saves.forget_unpacking()
+        self.saves.forget_unpacking()
         return self._run(func, facts, args, kwargs)
 
     def _run(
@@ -362,7 +369,7 @@ class Recorder(TorchDispatchMode):
                     packed=OpIndex(save.packed),
                     unpacked=tuple(OpIndex(at) for at in save.unpacked),
                 )
-                for save in self._saves.saves.get(i, ())
+                for save in self.saves.saves.get(i, ())
             ),
         )
 

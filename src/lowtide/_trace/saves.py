@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -49,13 +50,7 @@ class SavedTensors:
 
     def install(self, undo: ExitStack) -> None:
         """Start watching; `undo` stops it. Graphs that outlive the recording keep working."""
-        undo.callback(self._close)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return  # only one pair of hooks is ever asked, and these were there first
-        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-        graph = torch.autograd.graph
-        undo.callback(setattr, graph, _DISABLE, getattr(graph, _DISABLE))
-        setattr(graph, _DISABLE, self._step_aside(getattr(graph, _DISABLE)))
+        install_hooks(self._pack, self._unpack, undo)
 
     def is_unpacking(self, tensor: torch.Tensor) -> bool:
         """Whether a `detach` of `tensor` now is the engine's handling of a hook's result.
@@ -71,60 +66,92 @@ class SavedTensors:
         """Another op came first: no `detach` follows the last unpacking."""
         self._unpacked_storage = None
 
-    def _step_aside(self, disable: _Disable) -> _Disable:
-        """`torch.func` refuses to run under saved-tensor hooks, so these leave for as long."""
-
-        @contextmanager
-        def disable_without_ours(message: str) -> Iterator[None]:
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if top != (self._pack, self._unpack):
-                with disable(message):  # the script's own hooks: let PyTorch judge them
-                    yield
-                return
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            try:
-                with disable(message):
-                    yield
-            finally:
-                torch._C._autograd._push_saved_tensors_default_hooks(*top)
-
-        return disable_without_ours
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Write nothing down any more."""
         self._book = None
 
+    def note_pack(self, tensor: torch.Tensor) -> SaveEntry | None:
+        """Backward is going to need `tensor`."""
+        if self._book is None or not has_storage(tensor):
+            return None
+        creator = threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1
+        entry = SaveEntry(creator, self._book.started)
+        self.saves.setdefault(self._book.current(tensor), []).append(entry)
+        return entry
+
+    def note_unpack(self, entry: SaveEntry | None, tensor: torch.Tensor) -> None:
+        """Backward asks for what it said it would need."""
+        if self._book is None or entry is None:
+            return
+        entry.unpacked.append(self._book.started)
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            entry.node = node.name()
+            entry.creator = entry.creator[0], node._sequence_nr()
+            self._unpacked_storage = tensor.untyped_storage()._cdata
+
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        entry = None
-        if self._book is not None and has_storage(tensor):
-            creator = threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1
-            entry = SaveEntry(creator, self._book.started)
-            self.saves.setdefault(self._book.current(tensor), []).append(entry)
-        origin = ""
-        if tensor.grad_fn is not None:
-            origin = f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
+        entry = self.note_pack(tensor)
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
         alias = tensor
         if tensor.grad_fn is not None:
             with self._quietly():
                 alias = tensor.detach()
-        return _Packed(alias, version_of(alias), origin, entry)
+        return _Packed(alias, version_of(alias), origin_of(tensor), entry)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
-        tensor = packed.tensor
-        version = version_of(tensor)
-        if version != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{tensor.type()} {list(tensor.shape)}]{packed.origin} is at "
-                f"version {version}; expected version {packed.version} instead. Hint: enable "
-                "anomaly detection to find the operation that failed to compute its gradient, "
-                "with torch.autograd.set_detect_anomaly(True)."
-            )
-        if self._book is not None and packed.entry is not None:
-            packed.entry.unpacked.append(self._book.started)
-            node = torch._C._current_autograd_node()
-            if node is not None:
-                packed.entry.node = node.name()
-                packed.entry.creator = packed.entry.creator[0], node._sequence_nr()
-                self._unpacked_storage = tensor.untyped_storage()._cdata
-        return tensor
+        check_version(packed.tensor, packed.version, packed.origin)
+        self.note_unpack(packed.entry, packed.tensor)
+        return packed.tensor
+
+
+def install_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], undo: ExitStack
+) -> bool:
+    """Saved-tensor hooks until `undo`. False: others are there, and only one pair is ever asked.
+
+    `torch.func` refuses to run under saved-tensor hooks, so these leave for as long.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    undo.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+    graph = torch.autograd.graph
+    disable: _Disable = getattr(graph, _DISABLE)
+
+    @contextmanager
+    def disable_without_ours(message: str) -> Iterator[None]:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top != (pack, unpack):
+            with disable(message):  # the script's own hooks: let PyTorch judge them
+                yield
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with disable(message):
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+    undo.callback(setattr, graph, _DISABLE, disable)
+    setattr(graph, _DISABLE, disable_without_ours)
+    return True
+
+
+def origin_of(tensor: torch.Tensor) -> str:
+    """Where a saved tensor comes from, in the words of PyTorch's error."""
+    if tensor.grad_fn is None:
+        return ""
+    return f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
+
+
+def check_version(tensor: torch.Tensor, expected: int, origin: str) -> None:
+    """Raise what PyTorch would have raised, had it looked, if `tensor` was modified in place."""
+    version = version_of(tensor)
+    if version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{tensor.type()} {list(tensor.shape)}]{origin} is at "
+            f"version {version}; expected version {expected} instead. Hint: enable "
+            "anomaly detection to find the operation that failed to compute its gradient, "
+            "with torch.autograd.set_detect_anomaly(True)."
+        )

@@ -1,0 +1,211 @@
+"""`lowtide simulate`: what a budget would cost, from a recorded step alone."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowtide._errors import BadInput
+from lowtide._policy.budget import parse_bytes, parse_rate
+from lowtide._trace.file import load_trace
+from lowtide._units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide._ir import Machine, Plan, Trace
+    from lowtide._policy.candidates import Reach
+
+SWEEP = (100, 90, 80, 70, 66, 60, 50, 40)  # % of the plain peak
+_LATENCY_SECONDS = 5e-6  # of a copy on a link of which only the speed is given
+
+
+@click.command(name="simulate")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--budget", help='Bytes ("8GiB") or a share of the plain peak ("0.5", "50%").')
+@click.option("--policy", default="autoswap", show_default=True, type=click.Choice(["autoswap"]))
+@click.option(
+    "--score",
+    default="swdoa",
+    show_default=True,
+    help="What leaves first: doa, aoa, wdoa, swdoa, vote, bayes.",
+)
+@click.option(
+    "--mode",
+    default="limit",
+    show_default=True,
+    type=click.Choice(["limit", "free"]),
+    help="Keep the budget, whatever that costs, or the lowest peak that costs no time.",
+)
+@click.option("--machine", default="h200", show_default=True, help="A profile's name or a file.")
+@click.option("--link", help="Replace the machine's link by one of this speed each way: 25GB/s.")
+@click.option(
+    "--reach",
+    default="all",
+    show_default=True,
+    type=click.Choice(["runtime", "all"]),
+    help="Move only what the runtime can move, or all that lies idle.",
+)
+@click.option("--sweep", is_flag=True, help="A table: budgets against scores.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def simulate_command(
+    trace: Path,
+    budget: str | None,
+    policy: str,  # noqa: ARG001  there is one so far
+    score: str,
+    mode: str,
+    machine: str,
+    link: str | None,
+    reach: str,
+    sweep: bool,
+    as_json: bool,
+) -> None:
+    """Simulate the step in TRACE under a budget: what it would peak at, and how long it takes.
+
+    Needs no GPU: the step's ops take the time they were recorded with, and copies that of the
+    machine's link. Exit code 3: the budget cannot be met.
+    """
+    from lowtide._machine.find import find_machine
+    from lowtide._machine.link import line
+    from lowtide._policy.candidates import Reach
+
+    if sweep and budget is not None:
+        raise BadInput("--sweep tries budgets of its own: leave --budget out")
+    if not sweep and budget is None and mode == "limit":
+        raise BadInput("give a --budget, or --mode free for the lowest peak, or --sweep for all")
+    where = find_machine(machine)
+    if link is not None:
+        each_way = line(_LATENCY_SECONDS, parse_rate(link))
+        where = dataclasses.replace(where, out=each_way, back=each_way)
+    step = load_trace(trace)
+    if sweep:
+        _sweep(step, where, Reach(reach), as_json)
+    else:
+        _single(step, where, budget, score, mode, Reach(reach), as_json)
+
+
+def _single(
+    step: "Trace",
+    machine: "Machine",
+    budget: str | None,
+    score: str,
+    mode: str,
+    reach: "Reach",
+    as_json: bool,
+) -> None:
+    from lowtide._analyze.load import find_peak, rounded_bytes
+    from lowtide._policy.autoswap import CannotFit
+
+    peak = find_peak(step).bytes
+    limit = None if budget is None else parse_bytes(budget, peak)
+    try:
+        plan = _plan(step, machine, limit, score, mode, reach)
+    except CannotFit as error:
+        share = error.smallest_bytes / peak
+        click.echo(
+            f"lowtide: {error}; the smallest budget that can be met is {error.smallest_bytes} "
+            f"({format_bytes(error.smallest_bytes)}, {share:.1%} of the plain peak)",
+            err=True,
+        )
+        sys.exit(3)
+    swapped = sum(rounded_bytes(step, step.values[swap.value]) for swap in plan.swaps)
+    if as_json:
+        figures = {
+            "plain_peak_bytes": plan.plain_peak_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "plain_seconds": plan.plain_seconds,
+            "seconds": plan.seconds,
+            "overhead": _ratio(plan) - 1,
+            "swapped_bytes": swapped,
+            "recomputed_seconds": 0.0,
+        }
+        click.echo(json.dumps(figures))
+        return
+    click.echo(
+        f"peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.plain_peak_bytes)} plain "
+        f"({plan.peak_bytes / plan.plain_peak_bytes:.1%})"
+    )
+    click.echo(
+        f"step {format_seconds(plan.seconds)} of {format_seconds(plan.plain_seconds)} plain "
+        f"({_ratio(plan):.3f}×)"
+    )
+    click.echo(
+        f"{len(plan.swaps)} swaps, {format_bytes(swapped)} each way; "
+        f"{plan.policy} on {plan.machine}"
+    )
+
+
+def _sweep(step: "Trace", machine: "Machine", reach: "Reach", as_json: bool) -> None:
+    import importlib.util
+
+    from lowtide._analyze.load import find_peak
+    from lowtide._policy.autoswap import SCORES, CannotFit
+
+    has_optuna = importlib.util.find_spec("optuna") is not None
+    scores = [score for score in SCORES if score != "bayes" or has_optuna]
+    peak = find_peak(step).bytes
+    ratios: dict[int, dict[str, float | None]] = {}
+    for percent in SWEEP:
+        limit = peak * percent // 100
+        row = ratios[percent] = {}
+        for score in scores:
+            try:
+                row[score] = _ratio(_plan(step, machine, limit, score, "limit", reach))
+            except CannotFit:
+                row[score] = None
+    free = {score: _plan(step, machine, None, score, "free", reach).peak_bytes for score in scores}
+    if as_json:
+        rows = [{"budget_bytes": peak * p // 100, "ratios": row} for p, row in ratios.items()]
+        found = {"plain_peak_bytes": peak, "rows": rows, "free_peak_bytes": free}
+        click.echo(json.dumps(found))
+        return
+    _show_sweep(machine.name, peak, scores, ratios, free)
+
+
+def _show_sweep(
+    machine: str,
+    peak: int,
+    scores: list[str],
+    ratios: dict[int, dict[str, float | None]],
+    free: dict[str, int],
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("budget", "bytes", title=f"step time over plain, {machine}", title_justify="left")
+    for score in scores:
+        table.add_column(score, justify="right")
+    for percent, row in ratios.items():
+        cells = ["-" if (ratio := row[score]) is None else f"{ratio:.3f}" for score in scores]
+        table.add_row(f"{percent} %", format_bytes(peak * percent // 100), *cells)
+    table.add_section()
+    table.add_row("free", "lowest peak", *(f"{free[score] / peak:.1%}" for score in scores))
+    Console().print(table)
+
+
+def _plan(
+    step: "Trace",
+    machine: "Machine",
+    limit: int | None,
+    score: str,
+    mode: str,
+    reach: "Reach",
+) -> "Plan":
+    from lowtide._policy.autoswap import autoswap
+    from lowtide._policy.candidates import Reach, positions
+
+    return autoswap(
+        step,
+        machine,
+        limit=limit,
+        score=score,
+        mode="free" if mode == "free" else "limit",
+        host_budget=machine.host_bytes,
+        reach=reach,
+        positions=positions(step) if reach is Reach.RUNTIME else None,
+    )
+
+
+def _ratio(plan: "Plan") -> float:
+    return plan.seconds / plan.plain_seconds if plan.plain_seconds > 0 else 1.0

@@ -1,0 +1,1 @@
+"""What a machine can do: measured here, or read from a profile."""

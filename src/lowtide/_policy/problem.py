@@ -1,0 +1,139 @@
+"""What a policy that swaps works on, and one plan for one limit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide._errors import BadInput
+from lowtide._ir import Machine, OpIndex, Swap, Trace, ValueId
+from lowtide._policy.candidates import Candidate, Reach, candidates, make_grid
+from lowtide._policy.schedule import schedule
+from lowtide._policy.scores import Clock, Scores, aoa, doa, make_clock, vote, wdoa
+from lowtide._policy.select import Selection, select
+from lowtide._simulate.outcome import Outcome
+from lowtide._simulate.simulate import Ground, prepare, simulate_on
+
+PLAIN_SCORES = ("doa", "aoa", "wdoa", "swdoa", "vote")
+SLACKS = (1.0, 1.3, 2.0)  # how much earlier than just in time fetches are tried
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A step on a machine, and what may leave."""
+
+    trace: Trace
+    machine: Machine
+    ground: Ground
+    clock: Clock
+    found: tuple[Candidate, ...]
+    areas: Scores  # AOA of each
+    positions: tuple[int, ...] | None
+    host_budget: int | None
+
+    @property
+    def plain_peak(self) -> int:
+        """Bytes, if nothing leaves."""
+        return int(self.ground.curve.max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """Swaps, and how they went."""
+
+    swaps: tuple[Swap, ...]
+    outcome: Outcome
+
+
+def make_problem(
+    trace: Trace,
+    machine: Machine,
+    *,
+    reach: Reach,
+    held: Mapping[ValueId, OpIndex] | None,
+    positions: Sequence[int] | None,
+    host_budget: int | None,
+    smallest: int,
+) -> Problem:
+    """All that does not depend on the limit, worked out once."""
+    ground = prepare(trace, machine)
+    clock = make_clock(trace)
+    idle = candidates(trace, smallest=smallest, reach=reach, held=held)
+    found = tuple(make_grid(trace, positions).fit(idle))
+    return Problem(
+        trace,
+        machine,
+        ground,
+        clock,
+        found,
+        aoa(found, clock, machine),
+        None if positions is None else tuple(positions),
+        host_budget,
+    )
+
+
+def plain_score(problem: Problem, name: str, limit: int) -> Scores | None:
+    """The score called `name` of every candidate; None for SWDOA, which `select` works out."""
+    found, clock, machine = problem.found, problem.clock, problem.machine
+    if name == "swdoa":
+        return None
+    if name == "doa":
+        return doa(found, clock, machine)
+    if name == "aoa":
+        return problem.areas
+    weighted = wdoa(found, clock, problem.ground.curve, limit)
+    if name == "wdoa":
+        return weighted
+    if name == "vote":
+        return vote(doa(found, clock, machine), problem.areas, weighted)
+    raise BadInput(f"no score is called {name!r}: known are {', '.join(PLAIN_SCORES)}, bayes")
+
+
+def choose(problem: Problem, scores: Scores | None, limit: int) -> Selection:
+    """What leaves so that the load is within `limit`, as far as it can be."""
+    return select(
+        problem.found,
+        scores,
+        problem.clock,
+        problem.ground.curve,
+        limit,
+        problem.host_budget,
+        problem.areas,
+    )
+
+
+def best_within(
+    problem: Problem,
+    chosen: Sequence[Candidate],
+    limit: int,
+    *,
+    slacks: Sequence[float] = SLACKS,
+    orders: Sequence[bool] = (True, False),
+) -> Trial:
+    """The fastest way found to keep `chosen` away so that the load stays within `limit`."""
+    trials = []
+    for slack in slacks:
+        for fetch_first in orders:
+            swaps = schedule(
+                problem.trace,
+                problem.machine,
+                chosen,
+                limit,
+                problem.positions,
+                slack=slack,
+                fetch_first=fetch_first,
+            )
+            trials.append(try_swaps(problem, swaps))
+    return min(trials, key=lambda trial: trial.outcome.seconds)
+
+
+def try_swaps(problem: Problem, swaps: Sequence[Swap]) -> Trial:
+    """Simulate them."""
+    return Trial(tuple(swaps), simulate_on(problem.ground, swaps))
+
+
+def keep(problem: Problem, kept: npt.NDArray[np.bool_]) -> Problem:
+    """The problem with only those candidates."""
+    found = tuple(c for c, stays in zip(problem.found, kept, strict=True) if stays)
+    return replace(problem, found=found, areas=problem.areas[kept])

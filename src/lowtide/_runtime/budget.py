@@ -1,0 +1,226 @@
+"""A training loop under a budget of bytes: hooks, tiers, policy and driver put together."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lowtide._analyze.load import find_peak
+from lowtide._errors import BadInput
+from lowtide._ir import Machine, Plan
+from lowtide._machine.host import available_bytes
+from lowtide._machine.measure import machine_here
+from lowtide._policy.autoswap import autoswap
+from lowtide._policy.budget import parse_bytes
+from lowtide._policy.candidates import Reach
+from lowtide._report.swap_text import SwapSummary
+from lowtide._runtime.swap.driver import Driver, modes_in_words
+from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.pinned_tier import PinnedTier
+from lowtide._runtime.swap.saved import Saved
+from lowtide._runtime.swap.script import Observed
+from lowtide._runtime.swap.tier import Tier
+
+POLICIES = ("autoswap",)
+_SMALLEST = 1 << 20  # bytes of a storage that is worth moving
+_HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
+
+
+class Budgeted:
+    """Holds a loop under its budget until `undo`."""
+
+    def __init__(
+        self,
+        budget: str | float,
+        *,
+        host_budget: str | int | None,
+        folder: Path | None,
+        machine: Machine | None,
+        score: str,
+        model: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        tell: Callable[[str], None],
+        undo: ExitStack,
+    ) -> None:
+        self._budget = budget
+        self._bytes: int | None = None
+        if not _is_share(budget):
+            self._bytes = parse_bytes(str(budget), 1)
+        self._host_budget = None if host_budget is None else parse_bytes(str(host_budget), 1)
+        self._folder = folder
+        self._machine = machine
+        self._score = score
+        self._tell = tell
+        self._model = model
+        self._given = optimizers
+        self._device = _device_of(itertools.chain(_parameters(model), *map(_trained, optimizers)))
+        self._tiers: dict[torch.device, Tier] = {}
+        self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST)
+        self._saved = Saved(self._tier, self._driver, _SMALLEST)
+        self._known: set[int] = set()  # optimizers whose state is watched
+        self._undo = undo
+        self._measured_peak = 0
+        undo.callback(self._close)
+        undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+        undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        if not self._saved.install(undo):
+            raise BadInput("hooks on saved tensors are there already: enter lowtide.fit first")
+
+    def mark(self) -> None:
+        """A step is over."""
+        if self._device is not None and self._device.type == "cuda":
+            if self._driver.modes and self._driver.modes[-1] == "planned":
+                peak = torch.cuda.max_memory_allocated(self._device)
+                self._measured_peak = max(self._measured_peak, peak)
+            else:
+                torch.cuda.reset_peak_memory_stats(self._device)
+        self._driver.mark()
+
+    def summary(self) -> SwapSummary:
+        """What was planned and what was seen."""
+        scripts = self._driver.scripts
+        script = max(scripts, key=lambda script: len(script.seconds), default=None)
+        seconds = sorted(script.seconds) if script is not None else []
+        return SwapSummary(
+            budget_bytes=self._bytes,
+            steps=modes_in_words(self._driver.modes),
+            plan=script.plan if script is not None else None,
+            swapped_bytes=script.swapped_bytes if script is not None else 0,
+            measured_peak_bytes=self._measured_peak,
+            measured_seconds=seconds[len(seconds) // 2] if seconds else 0.0,
+            below_bytes=sum(tier.held_bytes() for tier in self._tiers.values()),
+        )
+
+    def _close(self) -> None:
+        self._driver.stop()
+        for cell in self._saved.cells():
+            cell.have()
+        for tier in self._tiers.values():
+            tier.close()
+
+    def _tier(self, device: torch.device) -> Tier | None:
+        """What lies below `device`, if it is the one under a budget."""
+        if self._device is None:
+            self._device = device
+        if device != self._device:
+            return None
+        tier = self._tiers.get(device)
+        if tier is None:
+            if device.type == "cuda":
+                limit = self._host_budget or int(_HOST_SHARE * available_bytes())
+                tier = PinnedTier(device, limit)
+            elif device.type == "cpu":
+                tier = FileTier(self._folder, self._host_budget)
+            else:
+                return None
+            self._tiers[device] = tier
+        return tier
+
+    def _stepping(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if id(optimizer) not in self._known:
+            self._known.add(id(optimizer))
+            self._watch(optimizer)
+        self._driver.stepping(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Have its state on the device whenever somebody asks for it as a whole."""
+        driver, undo = self._driver, self._undo
+        undo.callback(optimizer.register_state_dict_pre_hook(driver.needed).remove)
+        undo.callback(
+            optimizer.register_load_state_dict_pre_hook(lambda o, _: driver.needed(o)).remove
+        )
+        undo.callback(
+            optimizer.register_load_state_dict_post_hook(lambda _: driver.reloaded()).remove
+        )
+
+    def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._driver.stepped(optimizer)
+
+    def _is_short(self) -> bool:
+        """Whether more than half of what is not taken for good is in use."""
+        if self._bytes is None or self._device is None:
+            return False
+        stays = sum(p.nbytes for p in _persistent(self._model, self._given, self._device))
+        if self._device.type == "cuda":
+            held = torch.cuda.memory_allocated(self._device)
+        else:
+            held = stays + sum(cell.bytes for cell in self._saved.cells() if cell.holds())
+        return held > stays + (self._bytes - stays) // 2
+
+    def _plan(self, observed: Observed) -> Plan:
+        trace = observed.trace
+        plain = find_peak(trace).bytes
+        self._bytes = parse_bytes(str(self._budget), plain)
+        if self._machine is None:
+            self._machine = machine_here(trace.device, folder=self._folder)
+        host = self._host_budget
+        if host is None:
+            host = min(self._machine.host_bytes, available_bytes())
+        if plain <= self._bytes:
+            seconds = sum(op.seconds for op in trace.ops)
+            return Plan((), plain, seconds, plain, seconds, "keep", self._machine.name)
+        return autoswap(
+            trace,
+            self._machine,
+            limit=self._bytes,
+            score=self._score,
+            host_budget=host,
+            reach=Reach.RUNTIME,
+            held=observed.held,
+            positions=sorted(set(observed.positions)),
+            smallest=_SMALLEST,
+        )
+
+
+def _is_share(budget: str | float) -> bool:
+    text = str(budget).strip()
+    if text.endswith("%"):
+        return True
+    try:
+        return float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _parameters(model: nn.Module | None) -> Iterable[torch.Tensor]:
+    return () if model is None else model.parameters()
+
+
+def _trained(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The device that holds most of them."""
+    held: dict[torch.device, int] = {}
+    for tensor in tensors:
+        held[tensor.device] = held.get(tensor.device, 0) + tensor.nbytes
+    return max(held, key=lambda device: held[device], default=None)
+
+
+def _persistent(
+    model: nn.Module | None, optimizers: Sequence[Optimizer], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Weights, gradients and optimizer state."""
+    seen: set[int] = set()
+    for parameter in itertools.chain(_parameters(model), *map(_trained, optimizers)):
+        if id(parameter) in seen or parameter.device != device:
+            continue
+        seen.add(id(parameter))
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                yield from (t for t in state.values() if isinstance(t, torch.Tensor))

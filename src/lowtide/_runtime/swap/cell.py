@@ -1,0 +1,126 @@
+"""A storage that was saved for backward: on the device, below it, or on the way."""
+
+from enum import Enum, auto
+
+import torch
+
+from lowtide._runtime.swap.quiet import quiet
+from lowtide._runtime.swap.sharing import is_shared
+from lowtide._runtime.swap.tier import Copy, Place, Tier
+
+
+class State(Enum):
+    """Where the bytes are."""
+
+    HERE = auto()
+    LEAVING = auto()  # on the device, and being copied out
+    AWAY = auto()
+    COMING = auto()  # on the device again, and being copied back
+    GONE = auto()  # nobody wants it any more
+
+
+class Cell:
+    """One storage and its whereabouts. `handles` says how many saved tensors lie on it."""
+
+    __slots__ = ("_copy", "_place", "_tier", "asked", "bytes", "handles", "key", "state", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, tier: Tier) -> None:
+        self.storage = storage
+        self.key: int = storage._cdata
+        self.bytes = storage.nbytes()
+        self.handles = 0
+        self.asked = False  # backward has had it: others may hold it now, so it stays
+        self.state = State.HERE
+        self._tier = tier
+        self._place: Place | None = None
+        self._copy: Copy | None = None
+
+    def here(self) -> bool:
+        """Whether its bytes are on the device and no copy is under way."""
+        return self.state is State.HERE
+
+    def holds(self) -> bool:
+        """Whether it takes bytes of the device."""
+        return self.state not in (State.AWAY, State.GONE)
+
+    def alone(self) -> bool:
+        """Whether nobody but lowtide can reach the storage: only its handles' tensors lie on it."""
+        return self.state is not State.GONE and not is_shared(self.storage, self.handles)
+
+    def leave(self, at: int | None = None) -> bool:
+        """Start to copy it out. The caller has made sure that it is alone."""
+        if self.state is not State.HERE or self.asked:
+            return False
+        place = self._place or self._tier.take(self.bytes, at)
+        if place is None:
+            return False
+        self._place = place
+        with quiet():
+            self._copy = self._tier.out(self.storage, place)
+        self.state = State.LEAVING
+        return True
+
+    def release(self) -> bool:
+        """Its bytes are free, after a wait for the copy. False: it stays."""
+        if self.state is not State.LEAVING:
+            return self.state is State.AWAY
+        if not self._arrived():
+            return False
+        self.storage.resize_(0)
+        self.state = State.AWAY
+        return True
+
+    def fetch(self) -> bool:
+        """Take bytes again and start to copy it back. False: it was not away."""
+        if self.state is not State.AWAY:
+            return False
+        assert self._place is not None
+        with quiet():
+            self.storage.resize_(self.bytes)
+            self._copy = self._tier.back(self.storage, self._place)
+        self.state = State.COMING
+        return True
+
+    def have(self) -> None:
+        """It is here, and whole, for what computes next."""
+        self.asked = True
+        if self.state is State.GONE:
+            return
+        if self.state is State.AWAY:
+            self.fetch()
+        if self.state is State.COMING:
+            self._wait()
+        elif self.state is State.LEAVING and not self._arrived():
+            return
+        self.state = State.HERE
+        self._give()
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        if self.state is State.COMING:
+            self._wait()
+        elif self.state is State.LEAVING:
+            self._arrived()
+        self.state = State.GONE
+        self._give()
+        del self.storage  # others may still look at the cell, and must not keep its bytes
+
+    def _arrived(self) -> bool:
+        """Wait for the copy out; if it failed, everything is as before."""
+        try:
+            self._wait()
+        except OSError:
+            self.state = State.HERE
+            self._give()
+            return False
+        return True
+
+    def _wait(self) -> None:
+        copy, self._copy = self._copy, None
+        assert copy is not None
+        copy.wait()
+
+    def _give(self) -> None:
+        if self._place is not None:
+            self._tier.give(self._place)
+            self._place = None

@@ -1,0 +1,303 @@
+"""Steps under a budget: crude at first, then one is traced, then they go by a plan.
+
+What happens in a step is a row of events (see `script`). While they agree with a planned step its
+actions are done; where they do not, the step goes on crudely: everything that can leave does so
+when memory runs short. Any event may find any cell in any state: the cells see to it that
+nothing is lost.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import torch
+from torch.optim import Optimizer
+
+from lowtide._ir import Plan
+from lowtide._runtime.swap.cell import Cell
+from lowtide._runtime.swap.observe import Observer
+from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.script import (
+    ASKED,
+    BEGIN,
+    STEPPING,
+    Act,
+    Action,
+    Observed,
+    Script,
+    write_script,
+)
+from lowtide._runtime.swap.states import StateCell, state_tensors
+from lowtide._runtime.swap.tier import Tier
+
+_MOST_SCRIPTS = 8
+_PATIENCE = 2  # steps after a traced one before another may be; doubles each time
+
+
+class Mode(StrEnum):
+    """How a step runs."""
+
+    CRUDE = "crude"  # no plan: what can leave does when memory is short
+    TRACED = "traced"  # the same, and recorded
+    PLANNED = "planned"
+    DEPARTED = "departed"  # planned up to where it did something else, then crude
+
+
+class Driver:
+    """Told of every event, it says what leaves and what comes back."""
+
+    def __init__(
+        self,
+        tier: Callable[[torch.device], Tier | None],
+        plan: Callable[[Observed], Plan],
+        short: Callable[[], bool],
+        smallest: int,
+    ) -> None:
+        self._tier = tier
+        self._make_plan = plan
+        self._short = short
+        self._smallest = smallest
+        self.scripts: list[Script] = []
+        self._script: Script | None = None
+        self._moved: frozenset[int] = frozenset()  # saves that some script moves
+        self._observer: Observer | None = None
+        self._optimizers: dict[int, Optimizer] = {}
+        self._states: list[StateCell] = []
+        self._owners: list[int] = []  # of each state, the number of its optimizer
+        self.modes: list[Mode] = []  # of each step so far
+        self._mode = Mode.CRUDE
+        self._codes: list[int] = []
+        self._packs = 0  # tensors saved in this step
+        self._before = 0  # ... and in all steps before it
+        self._wanted: dict[int, Cell] = {}  # by the save, those that the script moves
+        self._late: list[Action] = []  # what could not be done in its time
+        self._crude: list[Cell] = []
+        self._began = time.perf_counter()
+        self._next_trace = 1  # after that many steps
+        self._patience = _PATIENCE
+
+    # What the hooks tell.
+
+    def packed(self, handle: Handle) -> None:
+        """A tensor was saved."""
+        number = self._packs
+        self._packs = number + 1
+        handle.number = self._before + number
+        cell = handle.cell
+        if self._observer is not None:
+            self._observer.packed(handle, number)
+        if self._mode is Mode.PLANNED:
+            if cell is not None and number in self._moved:
+                self._wanted[number] = cell
+        elif cell is not None and cell.handles == 1:
+            self._crude.append(cell)
+        self._event(handle.tensor.nbytes)
+
+    def unpacking(self, handle: Handle) -> None:
+        """Backward asks for one."""
+        self._event(ASKED + handle.number - self._before)
+        if self._observer is not None:
+            self._observer.unpacking(handle)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: it needs its state."""
+        number = self._number(optimizer)
+        if self._observer is not None:
+            self._observer.stepping(optimizer)
+        self._event(STEPPING + number)
+        for owner, state in zip(self._owners, self._states, strict=True):
+            if owner == number:
+                state.have()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        if self._observer is not None:
+            self._observer.stepped(optimizer)
+
+    def needed(self, optimizer: Optimizer) -> None:
+        """Somebody looks at all of an optimizer's state, or replaces it: have it on the device."""
+        number = self._number(optimizer)
+        for owner, state in zip(self._owners, self._states, strict=True):
+            if owner == number:
+                state.have()
+
+    def mark(self) -> None:
+        """The step is over."""
+        now = time.perf_counter()
+        self.modes.append(self._mode)
+        if self._observer is not None:
+            try:
+                self._learn()
+            except BaseException:
+                self._begin()
+                raise
+        elif self._mode is Mode.PLANNED:
+            assert self._script is not None
+            if len(self._codes) == len(self._script.codes):
+                self._script.seconds.append(now - self._began)
+            else:
+                self.modes[-1] = Mode.DEPARTED
+        self._begin()
+
+    def stop(self) -> None:
+        """Optimizer state back on the device, nothing recorded or planned any more."""
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer = None
+        self._mode = Mode.CRUDE
+        self._script = None
+        self._leave_states()
+
+    # One step.
+
+    def _begin(self) -> None:
+        self._before += self._packs
+        self._packs = 0
+        self._codes = []
+        self._wanted.clear()
+        self._late.clear()
+        self._crude = [cell for cell in self._crude if cell.handles]
+        self._mode = Mode.PLANNED if self._script is not None else Mode.CRUDE
+        unknown = self._script is None or self.modes[-1] is Mode.DEPARTED
+        if unknown and len(self.modes) >= self._next_trace and self._can_trace():
+            self._mode = Mode.TRACED
+            self._observer = Observer()
+            self._observer.begin()
+            self._next_trace = len(self.modes) + self._patience
+            self._patience *= 2
+        self._began = time.perf_counter()
+        self._event(BEGIN)
+
+    def _can_trace(self) -> bool:
+        return (
+            len(self.scripts) < _MOST_SCRIPTS
+            and not torch._C._len_torch_dispatch_stack()
+            and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _event(self, code: int) -> None:
+        at = len(self._codes)
+        self._codes.append(code)
+        if self._mode is Mode.PLANNED and self._agrees(at, code):
+            assert self._script is not None
+            if self._late:
+                self._try_late()
+            for action in self._script.actions[at]:
+                self._do(action)
+            return
+        if self._observer is not None:
+            self._observer.event(code)
+        if self._crude and self._short():
+            self._relieve()
+
+    def _do(self, action: Action) -> None:
+        cell = self._states[-1 - action.who] if action.who < 0 else self._wanted.get(action.who)
+        if cell is None:
+            return
+        if action.act is Act.LEAVE:
+            if not cell.alone():
+                self._late.append(action)
+            elif isinstance(cell, StateCell) and not cell.shown():
+                return
+            else:
+                cell.leave(action.at)
+        elif action.act is Act.RELEASE:
+            if not cell.release() and any(late.who == action.who for late in self._late):
+                self._late.append(action)
+        else:
+            cell.fetch()
+
+    def _try_late(self) -> None:
+        actions, self._late = self._late, []
+        for action in actions:
+            self._do(action)
+
+    def _agrees(self, at: int, code: int) -> bool:
+        """Whether a script goes on like this: the one that is followed, or else another."""
+        script = self._script
+        assert script is not None
+        if at < len(script.codes) and script.codes[at] == code:
+            return True
+        for other in self.scripts:
+            if other.codes[: at + 1] == tuple(self._codes):
+                self._script = other
+                for actions in other.actions[:at]:
+                    for action in actions:
+                        if action.act is not Act.FETCH:
+                            self._do(action)
+                return True
+        self._mode = Mode.DEPARTED
+        self._late.clear()
+        self._crude += self._wanted.values()
+        return False
+
+    def _relieve(self) -> None:
+        """Everything that can leave does, at once."""
+        stay = []
+        for cell in self._crude:
+            if cell.handles and not cell.asked:
+                if cell.alone() and (not cell.here() or cell.leave()) and cell.release():
+                    continue
+                stay.append(cell)
+        self._crude = stay
+
+    # Planning.
+
+    def _learn(self) -> None:
+        observer, self._observer = self._observer, None
+        assert observer is not None
+        self._leave_states()
+        tensors = self._state_tensors()
+        observed = observer.finish([tensor for tensor, _ in tensors])
+        self._script = None
+        script = write_script(observed, self._make_plan(observed))
+        self.scripts.append(script)
+        self._script = script
+        self._moved |= script.wanted
+        tier = self._tier(torch.device(observed.trace.device))
+        if tier is not None:
+            tier.prepare(max(other.below_bytes for other in self.scripts))
+        self._admit_states(tensors)
+
+    def _admit_states(self, tensors: list[tuple[torch.Tensor, int]]) -> None:
+        for tensor, owner in tensors:
+            tier = self._tier(tensor.device)
+            assert tier is not None
+            self._states.append(StateCell(tensor, tier))
+            self._owners.append(owner)
+
+    def reloaded(self) -> None:
+        """An optimizer's state was replaced: those are other tensors, perhaps of other sizes."""
+        sizes = [state.bytes for state in self._states]
+        self._leave_states()
+        tensors = self._state_tensors()
+        if [tensor.untyped_storage().nbytes() for tensor, _ in tensors] == sizes:
+            self._admit_states(tensors)
+        else:
+            self.scripts, self._script, self._moved = [], None, frozenset()
+
+    def _state_tensors(self) -> list[tuple[torch.Tensor, int]]:
+        return [
+            (tensor, number)
+            for number, optimizer in self._optimizers.items()
+            for tensor in state_tensors(optimizer, self._smallest)
+            if self._tier(tensor.device) is not None
+        ]
+
+    def _leave_states(self) -> None:
+        for state in self._states:
+            state.drop()
+        self._states, self._owners = [], []
+
+    def _number(self, optimizer: Optimizer) -> int:
+        for number, known in self._optimizers.items():
+            if known is optimizer:
+                return number
+        number = len(self._optimizers)
+        self._optimizers[number] = optimizer
+        return number
+
+
+def modes_in_words(modes: Sequence[Mode]) -> str:
+    """For example "1 crude, 1 traced, 18 planned"."""
+    return ", ".join(f"{modes.count(mode)} {mode}" for mode in Mode if mode in modes)

@@ -1,0 +1,101 @@
+"""One live step -> its trace, and how the trace's values are known to the runtime."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.optim import Optimizer
+
+from lowtide._ir import OpIndex, Trace, ValueId
+from lowtide._runtime.swap.cell import Cell
+from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.script import Observed
+from lowtide._trace.cut import cut
+from lowtide._trace.record import Recorder
+from lowtide._trace.workspace import with_cpu_workspace
+
+
+class Observer:
+    """Records from one end of a step to the next, while the driver tells it of every event."""
+
+    def __init__(self) -> None:
+        self._recorder = Recorder(hooked=True)
+        self._codes: list[int] = []
+        self._positions: list[int] = []
+        self._saves: dict[int, int] = {}  # the recorder's value -> the first save
+        self._cells: dict[int, Cell] = {}  # those that somebody else refers to, too
+        self._alone: dict[int, int] = {}  # the recorder's value -> from where on it is alone
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._recorder.__enter__()
+
+    def event(self, code: int) -> None:
+        """Something happens."""
+        self._codes.append(code)
+        self._positions.append(self._recorder.book.started)
+        gone = []
+        for value, cell in self._cells.items():
+            if cell.alone():
+                self._alone[value] = self._recorder.book.started
+            elif cell.handles:
+                continue
+            gone.append(value)
+        for value in gone:
+            del self._cells[value]
+
+    def packed(self, handle: Handle, number: int) -> None:
+        """A tensor was saved."""
+        handle.entry = self._recorder.saves.note_pack(handle.tensor)
+        if handle.cell is not None:
+            value = self._recorder.book.current(handle.tensor)
+            if value not in self._saves:
+                self._saves[value] = number
+                self._cells[value] = handle.cell
+
+    def unpacking(self, handle: Handle) -> None:
+        """Backward asks for it."""
+        self._recorder.saves.note_unpack(handle.entry, handle.tensor)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        self._recorder.optimizers.before(optimizer, (), {})
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        self._recorder.optimizers.after(optimizer, (), {})
+
+    def finish(self, states: Sequence[torch.Tensor]) -> Observed:
+        """The step has ended; `states` are the optimizers' tensors that could move."""
+        numbers = {self._recorder.book.current(tensor): i for i, tensor in enumerate(states)}
+        self.stop()
+        trace, new = _cleaned(self._recorder.recording())
+        return Observed(
+            trace=with_cpu_workspace(trace),
+            codes=tuple(self._codes),
+            positions=tuple(OpIndex(at) for at in self._positions),
+            saves={new[old]: number for old, number in self._saves.items() if old in new},
+            states={new[old]: i for old, i in numbers.items() if old in new},
+            held={new[old]: OpIndex(at) for old, at in self._alone.items() if old in new},
+        )
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._recorder.stop()
+        self._recorder.__exit__(None, None, None)
+
+
+def _cleaned(trace: Trace) -> tuple[Trace, dict[int, ValueId]]:
+    """The recording in the common order, and the new number of each value."""
+    named = replace(
+        trace,
+        values=tuple(replace(v, name=f"{v.name}\\0{i}") for i, v in enumerate(trace.values)),
+    )
+    ordered = cut(named, 0, len(trace.ops))
+    new = {}
+    values = []
+    for i, value in enumerate(ordered.values):
+        name, _, old = value.name.rpartition("\\0")
+        new[int(old)] = ValueId(i)
+        values.append(replace(value, name=name))
+    return replace(ordered, values=tuple(values)), new

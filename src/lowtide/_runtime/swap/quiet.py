@@ -1,0 +1,16 @@
+"""lowtide's own tensor work is none of the program's: no mode of the program sees it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def quiet() -> AbstractContextManager[Any]:
+    """Dispatch modes (a recorder, a counter of the program) off, where there are any."""
+    if torch._C._len_torch_dispatch_stack():
+        return _disable_current_modes()
+    return _NOTHING

@@ -1,0 +1,113 @@
+"""A plan in terms of what the runtime can see: at which event of the step what is to be done.
+
+An *event* is a moment at which lowtide is called: the step begins, a tensor is saved, backward asks
+for one, an optimizer is about to step. Each has a code, so that a step can be compared with the
+one that was planned, and a position: the number of ops that had started in the planned one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from lowtide._ir import OpIndex, Plan, Swap, Trace, ValueId
+from lowtide._layout.buffers import Buffer
+from lowtide._layout.pack import pack
+from lowtide._runtime.swap.tier import GRAIN, rounded_place
+
+BEGIN = -1  # the code of a step's first event
+ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was saved
+STEPPING = -(1 << 61)  # an optimizer is about to step: plus its number
+_LAYOUT_SECONDS = 1.0
+
+
+class Act(IntEnum):
+    """In the order in which acts of one event are done."""
+
+    LEAVE = 0
+    RELEASE = 1
+    FETCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to do with one cell: that of a save, or from -1 downwards an optimizer state."""
+
+    act: Act
+    who: int
+    at: int = 0  # where in the tier, for LEAVE
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A traced step, and how its values are known to the runtime."""
+
+    trace: Trace
+    codes: tuple[int, ...]
+    positions: tuple[OpIndex, ...]  # of each event, ascending
+    saves: Mapping[ValueId, int]  # the number of the first save
+    states: Mapping[ValueId, int]
+    held: Mapping[ValueId, OpIndex]  # from which position nobody else refers to it
+
+
+@dataclass(slots=True)
+class Script:
+    """A planned step."""
+
+    codes: tuple[int, ...]
+    actions: list[tuple[Action, ...]]  # for each event
+    wanted: frozenset[int]  # saves that have an action
+    below_bytes: int  # the tier needs them at once
+    swapped_bytes: int  # that leave in a step
+    plan: Plan
+    seconds: list[float] = field(default_factory=list)  # of the steps that followed it
+
+
+def write_script(observed: Observed, plan: Plan) -> Script:
+    """Tie each swap's positions to events."""
+    count = len(observed.trace.ops)
+    places, below = _places(observed, plan.swaps)
+    found: list[list[Action]] = [[] for _ in observed.codes]
+
+    def event(position: int) -> int:
+        at = bisect_left(observed.positions, position % count)
+        return at if at < len(observed.positions) else 0  # nothing more happens in that step
+
+    for swap, place in zip(plan.swaps, places, strict=True):
+        who = _who(observed, swap.value)
+        found[event(swap.after + 1)].append(Action(Act.LEAVE, who, place))
+        found[event(swap.release)].append(Action(Act.RELEASE, who))
+        if swap.fetch < swap.until:  # else whoever asks for it fetches it
+            found[event(swap.fetch)].append(Action(Act.FETCH, who))
+    return Script(
+        codes=observed.codes,
+        actions=[tuple(sorted(actions, key=lambda action: action.act)) for actions in found],
+        wanted=frozenset(who for swap in plan.swaps if (who := _who(observed, swap.value)) >= 0),
+        below_bytes=below,
+        swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
+        plan=plan,
+    )
+
+
+def _who(observed: Observed, value: ValueId) -> int:
+    if value in observed.states:
+        return -1 - observed.states[value]
+    return observed.saves[value]
+
+
+def _places(observed: Observed, swaps: Sequence[Swap]) -> tuple[list[int], int]:
+    """Where in the tier below each lies, and how much of it they need."""
+    if not swaps:
+        return [], 0
+    buffers = [
+        Buffer(
+            str(i),
+            swap.after,
+            swap.until + 1,
+            rounded_place(observed.trace.values[swap.value].bytes),
+        )
+        for i, swap in enumerate(swaps)
+    ]
+    packing = pack(buffers, align=GRAIN, period=len(observed.trace.ops), seconds=_LAYOUT_SECONDS)
+    where = {buffer.name: buffer.offset or 0 for buffer in packing.buffers}
+    return [where.get(str(i), 0) for i in range(len(swaps))], packing.height

@@ -1,0 +1,37 @@
+"""Who else refers to a storage: counts of references, compared with those of one nobody shares.
+
+How many references PyTorch itself keeps between a storage and its Python object differs from
+version to version, so it is counted once on a storage made for that.
+"""
+
+import functools
+import sys
+
+import torch
+
+
+def is_shared(storage: torch.UntypedStorage, tensors: int) -> bool:
+    """Whether more than `tensors` tensors lie on it, or others know its Python object.
+
+    The caller refers to the object once.
+    """
+    users, names = _counts(storage)
+    private_users, private_names = _private()
+    return users - tensors > private_users or names > private_names
+
+
+@functools.cache
+def _private() -> tuple[int, int]:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    users, names = _as_if_asked(storage)
+    return users - 1, names
+
+
+def _as_if_asked(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """From as deep a call as `is_shared`: a caller's parameter is a reference, too."""
+    return _counts(storage)
+
+
+def _counts(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)

@@ -1,0 +1,62 @@
+"""What lies below the device: where bytes can be put and from where they come back."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+GRAIN = 4096  # places begin at multiples of it: what direct file access and copies like best
+
+
+@dataclass(slots=True)
+class Place:
+    """Bytes [start, start + count) of a tier."""
+
+    start: int
+    count: int
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """What computes next comes after it. Raises OSError if it failed."""
+
+
+class Tier(Protocol):
+    """A store of bytes. Copies one way are made one after the other, in order."""
+
+    def prepare(self, count: int) -> None:
+        """About `count` bytes are going to be needed at once; an empty slab may be replaced."""
+
+    def take(self, count: int, at: int | None = None) -> Place | None:
+        """Room for `count` bytes, if it can be at `at`; None: there is none."""
+
+    def give(self, place: Place) -> None:
+        """The room is free again: every copy to or from it has been waited for."""
+
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Copy:
+        """Start to copy the storage there, behind all that computes now."""
+
+    def back(self, storage: torch.UntypedStorage, place: Place) -> Copy:
+        """Start to copy it back into the storage, which has its bytes again."""
+
+    def view(self, place: Place) -> torch.Tensor:
+        """The bytes there, to read, once the copy is done."""
+
+    def held_bytes(self) -> int:
+        """How much of the tier is locked for lowtide."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as one row of bytes."""
+    row = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return row.set_(storage)
+
+
+def rounded_place(count: int) -> int:
+    """What a place of `count` bytes takes."""
+    return -(-count // GRAIN) * GRAIN

@@ -1,0 +1,526 @@
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import traces
+
+from lowtide import BadInput, Trace, save_trace
+from lowtide._analyze.load import load_curve
+from lowtide._cli_simulate import simulate_command
+from lowtide._ir import Kind, Machine, OpIndex, Plan, ValueId
+from lowtide._machine.link import line
+from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
+from lowtide._policy.budget import parse_bytes, parse_rate
+from lowtide._policy.candidates import Candidate, Grid, Reach, candidates, make_grid, positions
+from lowtide._policy.schedule import schedule
+from lowtide._policy.scores import aoa, doa, make_clock, swdoa, vote, wdoa
+from lowtide._policy.select import select
+from lowtide._simulate.check import find_bad_swap
+from lowtide._simulate.simulate import simulate
+from lowtide._trace.text import parse
+
+PLAIN = [score for score in SCORES if score != "bayes"]
+
+
+def machine(bytes_per_second: float = 1e6, *, together: float = 1.0) -> Machine:
+    """Copies take so long and not a moment more."""
+    link = line(0.0, bytes_per_second)
+    return Machine("test", 1 << 40, 1 << 40, link, link, together)
+
+
+def cand(size: int, after: int, until: int, value: int = 0) -> Candidate:
+    return Candidate(
+        ValueId(value), size, OpIndex(after), OpIndex(until), OpIndex(after + 1), OpIndex(until)
+    )
+
+
+def chain(layers: int, size: int = 1000, seconds: str = "1s") -> Trace:
+    """So many ops forward, each leaving an activation, and as many backward that use them."""
+    forward = [f"f{i} -> a{i}:{size} | {seconds}" for i in range(layers)]
+    kinds = [f"is a{i} | activation" for i in range(layers)]
+    backward = [f"b{i} a{i} -> | {seconds} backward" for i in reversed(range(layers))]
+    saves = [
+        f"save a{i} | op={i} node=N packed={i + 1} unpacked={2 * layers - 1 - i}"
+        for i in range(layers)
+    ]
+    return parse("\n".join(forward + kinds + backward + saves))
+
+
+# Candidates.
+
+
+def test_every_gap_of_a_large_value_is_a_candidate_also_across_the_step() -> None:
+    trace = parse("""
+        have m:8 | state
+        nop      -> h:8 | 1s
+        nop      ->     | 1s
+        nop  h   -> s:2 | 1s
+        nop      ->     | 1s
+        step m s -> m   | 1s optimizer
+    """)
+    found = candidates(trace, smallest=4)
+    assert [(c.value, c.after, c.until) for c in found] == [(1, 0, 2), (3, 4, 9)]
+    assert [(c.earliest, c.latest) for c in found] == [(1, 2), (5, 9)]
+    late = candidates(trace, smallest=4, held={ValueId(3): OpIndex(6)})
+    assert [c.earliest for c in late] == [1, 6]
+
+
+def test_a_value_that_nothing_uses_is_there_only_where_the_load_is_lowest() -> None:
+    trace = parse("""
+        have idle:8 | state
+        nop      -> h:8 | 1s
+        nop  h   ->     | 1s
+        nop      ->     | 1s
+        nop      -> k:8 | 1s
+    """)
+    [found] = candidates(trace, smallest=4)
+    assert (found.after, found.until) == (2, 6)
+
+
+def test_the_runtime_moves_saved_values_until_they_are_unpacked_and_state() -> None:
+    trace = parse("""
+        have w:8 | parameter
+        have m:8 | state
+        mm   w   -> h:8 | 1s
+        nop      -> k:8 | 1s
+        nop      -> t:8 | 1s
+        nop      ->     | 1s
+        nop      ->     | 1s
+        bmm  h w ->     | 1s backward
+        nop  k t ->     | 1s backward
+        save w   | op=0 node=N packed=1 unpacked=5
+        save h   | op=0 node=N packed=2 unpacked=4
+        save k   | op=1 node= packed=2
+        step w m -> w m | 1s optimizer
+        is m     | state
+    """)
+    found = candidates(trace, smallest=1, reach=Reach.RUNTIME)
+    names = [(trace.values[c.value].kind, c.after, c.earliest, c.until) for c in found]
+    assert names == [(Kind.TEMPORARY, 0, 2, 4), (Kind.STATE, 7, 8, 15)]
+    assert positions(trace) == [0, 1, 2, 4, 5, 7]
+
+
+def test_each_gap_ends_at_its_own_unpacking() -> None:
+    trace = parse("""
+        mm       -> h:8 | 1s
+        nop      ->     | 1s
+        nop  h   ->     | 1s backward
+        nop      ->     | 1s backward
+        nop      ->     | 1s backward
+        nop  h   ->     | 1s backward
+        save h   | op=0 node=N packed=1 unpacked=2,4
+    """)
+    found = candidates(trace, smallest=1, reach=Reach.RUNTIME)
+    assert [(c.after, c.until) for c in found] == [(0, 2), (2, 4)]
+
+
+def test_positions_round_releases_up_and_fetches_down_in_every_step() -> None:
+    grid = make_grid(chain(5), [0, 3, 7])
+    assert [grid.up(p) for p in (0, 1, 3, 8, 10, 11)] == [0, 3, 3, 10, 10, 13]
+    assert [grid.down(p) for p in (-1, 0, 2, 9, 12, 13)] == [-3, 0, 0, 7, 10, 13]
+    assert grid.fit([cand(1, 3, 6), cand(1, 2, 9)]) == [replace(cand(1, 2, 9), latest=OpIndex(7))]
+
+
+# Scores.
+
+
+def test_scores_by_hand() -> None:
+    # load above 10 | 4  0  2  6      seconds | 1  2  1  1
+    trace = parse("a -> | 1s\nb -> | 2s\nc -> | 1s\nd -> | 1s")
+    clock, load = make_clock(trace), np.array([14, 3, 12, 16])
+    found = [cand(2, 0, 3), cand(8, 1, 3), cand(4, 2, 6)]  # away: 1 2 · 2 · 3 0 1
+    link = machine(2.0)  # a byte takes half a second each way
+    assert doa(found, clock, link).tolist() == [3 - 2, 1 - 8, 4 - 4]
+    assert aoa(found, clock, link).tolist() == [1 * 2, -7 / 8, 0]
+    assert wdoa(found, clock, load, 10).tolist() == [2, 2, 6 + 4]
+    # The last goes first and leaves 2 at op 3; the others share op 2, which the first clears.
+    assert swdoa(found, clock, load, 10).tolist() == [2, 0, 10]
+    assert vote(np.array([1.0, 2, 3]), np.array([5.0, 1, 5])).tolist() == [-2, -3, 0]
+
+
+def test_a_candidate_earns_nothing_where_earlier_picks_did_the_work() -> None:
+    # Two alike over the higher peak, one over the lower: the lower peak comes second.
+    trace = parse("\n".join(["op -> | 1s"] * 6))
+    clock, load = make_clock(trace), np.array([0, 20, 0, 0, 15, 0])
+    found = [cand(10, 0, 2, 0), cand(10, 0, 2, 1), cand(10, 3, 5, 2)]
+    assert wdoa(found, clock, load, 10).tolist() == [10, 10, 5]
+    assert swdoa(found, clock, load, 10).tolist() == [10, 0, 5]
+    picked = select(found, None, clock, load, 10)
+    assert [c.value for c in picked.chosen] == [0, 2]
+    assert (picked.peak_bytes, picked.peak_op) == (10, 1)
+
+
+def test_what_later_picks_made_useless_is_dropped() -> None:
+    trace = parse("\n".join(["op -> | 1s"] * 6))
+    found = [cand(5, 0, 5, 0), cand(20, 0, 5, 1)]
+    best_first = np.array([2.0, 1.0])
+    picked = select(found, best_first, make_clock(trace), np.array([0, 30, 0, 0, 30, 0]), 10)
+    assert [c.value for c in picked.chosen] == [1]  # the first is not needed beside the second
+
+
+def test_never_more_away_than_the_tier_below_holds() -> None:
+    clock, load = make_clock(chain(3)), np.array([9, 30, 30, 30, 30, 9])
+    found = [cand(10, 0, 5, 0), cand(12, 0, 5, 1), cand(10, 0, 5, 2)]
+    picked = select(found, np.array([3.0, 2.0, 1.0]), clock, load, 9, 20)
+    assert [c.value for c in picked.chosen] == [0, 2]
+    assert picked.peak_bytes == 10
+
+
+def test_what_does_not_help_takes_no_room_below() -> None:
+    clock, load = make_clock(chain(3)), np.array([9, 30, 9, 9, 9, 9])
+    found = [cand(10, 2, 5, 0), cand(10, 0, 5, 1)]
+    picked = select(found, np.array([2.0, 1.0]), clock, load, 20, 10)
+    assert [c.value for c in picked.chosen] == [1]
+
+
+@given(traces(), st.integers(0, 5000))
+def test_swdoa_never_exceeds_wdoa_and_the_best_one_equals_it(trace: Trace, limit: int) -> None:
+    found, clock = candidates(trace, smallest=1), make_clock(trace)
+    if found:
+        once, again = (f(found, clock, load_curve(trace), limit) for f in (wdoa, swdoa))
+        assert (again <= once + 1e-9).all()
+        assert again.max() == pytest.approx(once.max())
+
+
+def test_a_large_step_is_scored_fast() -> None:
+    random = np.random.default_rng(0)
+    trace = parse("\n".join(["op -> | 1us"] * 3300))
+    firsts = random.integers(0, 1600, 500)
+    found = [cand(1 << 20, int(a), 3299 - int(a), k) for k, a in enumerate(firsts)]
+    load = np.full(3300, 90 << 20)
+    for c in found:
+        load[c.earliest : c.latest] += c.bytes
+    began = time.perf_counter()
+    picked = select(found, None, make_clock(trace), load, 100 << 20)
+    assert time.perf_counter() - began < 3  # 0.1 s; machines that test are busy
+    assert len(picked.chosen) > 100
+
+
+# Schedules.
+
+
+def test_copies_hide_behind_the_ops_they_can() -> None:
+    # op          | f0 f1 f2 f3 b3 b2 b1 b0     a copy of 1000 bytes takes 1 s
+    # out lane    |    a0 a1
+    # back lane   |                a1 a0
+    trace = chain(4)
+    both = [c for c in candidates(trace, smallest=1) if c.value in (0, 1)]
+    swaps = schedule(trace, machine(1e3), both, None)
+    found = {s.value: (s.after, s.release, s.fetch, s.until) for s in swaps}
+    assert found == {0: (0, 2, 6, 7), 1: (1, 3, 5, 6)}
+    outcome = simulate(trace, machine(1e3), swaps)
+    assert outcome.stall_seconds == 0
+    assert (outcome.peak_bytes, outcome.peak_op) == (2000, 1)  # f1: a0 is still on its way
+
+
+def test_without_a_limit_what_cannot_be_hidden_stays() -> None:
+    trace = chain(4)
+    swaps = schedule(trace, machine(400.0), candidates(trace, smallest=1), None)
+    assert swaps == []  # out after 2.5 s at op 4, back from op 4 on: away for no op
+    swaps = schedule(trace, machine(500.0), candidates(trace, smallest=1), None)
+    assert [(s.value, s.release, s.fetch) for s in swaps] == [(0, 3, 5)]
+
+
+def test_within_a_limit_compute_waits_and_room_is_used() -> None:
+    trace = chain(4)
+    plan = autoswap(trace, machine(400.0), limit=2000, reach=Reach.ALL, smallest=1)
+    assert plan.peak_bytes == 2000 and plan.plain_peak_bytes == 4000
+    assert plan.seconds > plan.plain_seconds == 8
+    roomy = autoswap(trace, machine(400.0), limit=3000, reach=Reach.ALL, smallest=1)
+    assert plan.seconds > roomy.seconds and len(roomy.swaps) == 1
+
+
+def _speeds() -> st.SearchStrategy[Machine]:
+    speed = st.sampled_from([1e6, 1e8, 1e9, 1e12])
+    return st.builds(machine, speed, together=st.sampled_from([1.0, 0.6]))
+
+
+def _allowed(data: st.DataObject, trace: Trace) -> list[int] | None:
+    some = st.lists(st.integers(0, len(trace.ops) - 1))
+    return data.draw(st.none() | some)
+
+
+@given(traces(), _speeds(), st.data())
+def test_a_schedule_without_a_limit_never_waits(
+    trace: Trace, where: Machine, data: st.DataObject
+) -> None:
+    chosen = data.draw(st.permutations(candidates(trace, smallest=1)))
+    allowed = _allowed(data, trace)
+    swaps = schedule(trace, where, chosen, None, allowed, slack=1 / where.together)
+    assert find_bad_swap(trace, swaps) is None
+    outcome = simulate(trace, where, swaps)
+    assert outcome.stall_seconds <= 1e-9 * outcome.plain_seconds
+    assert outcome.peak_bytes <= load_curve(trace).max()
+    if allowed is not None:
+        acts = {p for s in swaps for p in (s.release, s.fetch)}
+        assert {p % len(trace.ops) for p in acts} <= {*allowed, 0}
+
+
+def _lowest(trace: Trace, found: list[Candidate], grid: Grid) -> int:
+    """Everything away for as long as it can be, op by op."""
+    count = len(trace.ops)
+    load = load_curve(trace).tolist()
+    for c in found:
+        first, end = c.earliest, c.latest
+        while grid.up(first) != first:
+            first = OpIndex(first + 1)
+        while grid.down(end) != end:
+            end = OpIndex(end - 1)
+        for p in range(first, end):
+            load[p % count] -= c.bytes
+    return int(max(load))
+
+
+@given(traces(), _speeds(), st.sampled_from(PLAIN), st.sampled_from(Reach), st.data())
+def test_the_limit_is_kept_or_said_to_be_impossible(
+    trace: Trace, where: Machine, score: str, reach: Reach, data: st.DataObject
+) -> None:
+    allowed = _allowed(data, trace)
+    found = candidates(trace, smallest=1, reach=reach)
+    lowest = _lowest(trace, found, make_grid(trace, allowed))
+    limit = data.draw(st.integers(0, int(load_curve(trace).max()) + 10))
+
+    def plan(limit: int) -> Plan:
+        return autoswap(
+            trace, where, limit=limit, score=score, reach=reach, positions=allowed, smallest=1
+        )
+
+    if limit < lowest:
+        with pytest.raises(CannotFit) as caught:
+            plan(limit)
+        assert caught.value.smallest_bytes == lowest
+        assert 0 <= caught.value.op < len(trace.ops)
+        limit = lowest
+    made = plan(limit)
+    assert find_bad_swap(trace, made.swaps) is None
+    outcome = simulate(trace, where, made.swaps)
+    assert made.peak_bytes == outcome.peak_bytes <= max(limit, 0)
+    assert (made.seconds, made.plain_seconds) == (outcome.seconds, outcome.plain_seconds)
+    if allowed is not None:
+        acts = {p for s in made.swaps for p in (s.release, s.fetch)}
+        assert {p % len(trace.ops) for p in acts} <= {*allowed, 0}
+
+
+@given(traces(), st.integers(0, 3000), st.integers(0, 4000), st.sampled_from(PLAIN))
+def test_the_tier_below_is_never_overfull(trace: Trace, host: int, limit: int, score: str) -> None:
+    def plan(limit: int) -> Plan:
+        return autoswap(
+            trace,
+            machine(),
+            limit=limit,
+            score=score,
+            host_budget=host,
+            reach=Reach.ALL,
+            smallest=1,
+        )
+
+    try:
+        made = plan(limit)
+    except CannotFit as error:
+        limit = error.smallest_bytes
+        made = plan(limit)
+    assert made.peak_bytes <= limit
+    sizes = {c.value: c.bytes for c in candidates(trace, smallest=1)}
+    count = len(trace.ops)
+    away = [0] * count
+    for swap in made.swaps:
+        for p in range(swap.after + 1, swap.until):
+            away[p % count] += sizes[swap.value]
+    assert max(away) <= host
+
+
+@given(traces(), _speeds(), st.sampled_from(PLAIN))
+def test_a_free_plan_takes_no_longer(trace: Trace, where: Machine, score: str) -> None:
+    made = autoswap(trace, where, limit=None, mode="free", score=score, reach=Reach.ALL, smallest=1)
+    assert find_bad_swap(trace, made.swaps) is None
+    assert made.seconds <= 1.005 * made.plain_seconds
+    assert made.peak_bytes <= made.plain_peak_bytes
+
+
+def test_free_reaches_what_the_link_allows() -> None:
+    fast, slow = (
+        autoswap(chain(12), machine(speed), limit=None, mode="free", reach=Reach.ALL, smallest=1)
+        for speed in (1e9, 500.0)
+    )
+    assert fast.plain_peak_bytes == 12_000 and fast.seconds == slow.seconds == 24
+    assert fast.peak_bytes < slow.peak_bytes < 0.75 * slow.plain_peak_bytes
+    with pytest.raises(CannotFit) as caught:
+        autoswap(chain(12), machine(500.0), limit=10, mode="free", reach=Reach.ALL, smallest=1)
+    assert caught.value.smallest_bytes == slow.peak_bytes
+
+
+def test_copies_across_the_step_share_the_lane_with_the_others() -> None:
+    # State wanted at op 1 of the next step, and an activation at op 0 of it: 1 s each.
+    trace = parse("""
+        have p:1000 | state
+        have m:1000 | state
+        upd  p -> p     | 1s
+        upd  m -> m     | 1s
+        nop  ->         | 1s
+        nop  ->         | 1s
+        nop  -> h:1000  | 1s
+        nop  ->         | 1s
+    """)
+    found = candidates(trace, smallest=1)
+    swaps = schedule(trace, machine(1e3), found, None)
+    assert find_bad_swap(trace, swaps) is None
+    when = {trace.values[s.value].storage: (s.release, s.fetch) for s in swaps}
+    assert when == {0: (2, 5), 1: (3, 6)}
+    assert simulate(trace, machine(1e3), swaps).stall_seconds == 0
+
+
+def _ten_ops(state: str, at: int) -> Trace:
+    """Seconds 0 to 10: h is idle from 1 to 8, and `state` is used at one op only."""
+    uses = {0: "-> h:1000", 8: "h ->"}
+    lines = [f"op {uses.get(i, '->')} | 1s" for i in range(10)]
+    lines[at] = lines[at].replace("op ", f"op {state.split(':')[0]} ", 1)
+    return parse("\n".join([f"have {state} | state", *lines]))
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        # out lane  | p p p h . . . . . .     p goes on into the next step: h waits for it
+        (9, {"p": (13, 16), "h": (4, 5)}),
+        # back lane | . . . . . . h p p p     p is wanted at 0 of the next step: h goes first
+        (0, {"p": (5, 7), "h": (2, 6)}),
+    ],
+)
+def test_what_one_step_leaves_to_copy_is_in_the_way_of_the_next(
+    at: int, expected: dict[str, tuple[int, int]]
+) -> None:
+    trace = _ten_ops("p:3000", at)
+    swaps = schedule(trace, machine(1e3), candidates(trace, smallest=1), None)
+    found = {"p" if trace.values[s.value].before else "h": (s.release, s.fetch) for s in swaps}
+    assert found == expected
+    assert simulate(trace, machine(1e3), swaps).stall_seconds == 0
+
+
+def test_a_lane_gets_no_more_than_it_can_copy_in_a_step() -> None:
+    have = [f"have s{i}:4000 | state" for i in range(3)]
+    ops = [f"op s{i} -> | 1s" for i in range(3)] + ["op -> | 1s"] * 7
+    trace = parse("\n".join(have + ops))
+    swaps = schedule(trace, machine(1e3), candidates(trace, smallest=1), None)
+    assert len(swaps) < 3
+    assert simulate(trace, machine(1e3), swaps).stall_seconds == 0
+
+
+def test_a_combination_is_no_slower_than_its_parts() -> None:
+    pytest.importorskip("optuna")
+    where, trace = machine(700.0), chain(10)
+
+    def seconds(score: str) -> float:
+        return autoswap(trace, where, limit=6000, score=score, reach=Reach.ALL, smallest=1).seconds
+
+    assert seconds("bayes") == seconds("bayes")
+    assert seconds("bayes") <= 1.02 * min(seconds(score) for score in ("doa", "aoa", "wdoa"))
+
+
+def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(BadInput, match=r"lowtide\[bayes\]"):
+        autoswap(chain(4), machine(), limit=3000, score="bayes", reach=Reach.ALL, smallest=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"score": "luck"}, "swdoa"), ({"mode": "magic"}, "free"), ({"limit": None}, "limit")],
+)
+def test_wrong_arguments_name_the_right_ones(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadInput, match=named):
+        autoswap(chain(2), machine(), **{"limit": 1000, **wrong})
+
+
+# Budgets and the command.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GiB", 8 << 30),
+        ("1.5 kb", 1500),
+        ("12345", 12345),
+        ("0.5", 500),
+        ("1", 1000),
+        ("66%", 660),
+        (" 150 % ", 1500),
+        (".25", 250),
+        ("7B", 7),
+    ],
+)
+def test_budgets(text: str, expected: int) -> None:
+    assert parse_bytes(text, 1000) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8G", "-1GiB", "1.5", "nan", "inf", "0", "0%", "8GiB/s", "1e400", "8 8"]
+)
+def test_what_is_no_budget(text: str) -> None:
+    with pytest.raises(BadInput, match="no budget"):
+        parse_bytes(text, 1000)
+
+
+def test_speeds_of_links() -> None:
+    assert parse_rate("25GB/s") == 25e9
+    for text in ("25GB", "GB/s", "0GB/s", "25/s", "-1GB/s", ""):
+        with pytest.raises(BadInput, match="25GB/s"):
+            parse_rate(text)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> str:
+    path = tmp_path / "step.trace"
+    save_trace(chain(10, size=2 << 20, seconds="1ms"), path)
+    return str(path)
+
+
+def _run(*args: str) -> Result:
+    return CliRunner().invoke(simulate_command, args)
+
+
+def test_simulate_prints_figures(step: str) -> None:
+    done = _run(step, "--budget", "60%", "--link", "1GB/s", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["plain_peak_bytes"] == 20 << 20
+    assert found["peak_bytes"] <= 12 << 20
+    assert found["overhead"] == pytest.approx(found["seconds"] / found["plain_seconds"] - 1)
+    assert found["swapped_bytes"] >= 8 << 20 and found["recomputed_seconds"] == 0.0
+    done = _run(step, "--budget", "12MiB", "--reach", "runtime", "--machine", "h200")
+    assert done.exit_code == 0 and "of 20.00 MiB plain" in done.stdout
+
+
+def test_simulate_names_the_smallest_budget(step: str) -> None:
+    done = _run(step, "--budget", "1MiB")
+    assert done.exit_code == 3 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    smallest = next(word for word in line.split("met is ")[1].split())
+    assert _run(step, "--budget", smallest).exit_code == 0
+    assert _run(step, "--budget", str(int(smallest) - 1)).exit_code == 3
+
+
+def test_simulate_sweeps(step: str) -> None:
+    done = _run(step, "--sweep", "--link", "1GB/s", "--json")
+    found = json.loads(done.stdout)
+    assert len(found["rows"]) == 8
+    assert all(
+        row["ratios"]["swdoa"] is None or row["ratios"]["swdoa"] >= 1 for row in found["rows"]
+    )
+    assert found["rows"][0]["ratios"]["doa"] == 1.0
+    done = _run(step, "--sweep")
+    assert done.exit_code == 0 and "swdoa" in done.stdout and "free" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[], ["--budget", "lots"], ["--budget", "1", "--sweep"], ["--budget", "1", "--score", "x"]],
+)
+def test_simulate_says_what_is_wrong(step: str, args: list[str]) -> None:
+    assert isinstance(_run(step, *args).exception, BadInput)
