@@ -68,8 +68,11 @@ def test_every_gap_of_a_large_value_is_a_candidate_also_across_the_step() -> Non
     found = candidates(trace, smallest=4)
     assert [(c.value, c.after, c.until) for c in found] == [(1, 0, 2), (3, 4, 9)]
     assert [(c.earliest, c.latest) for c in found] == [(1, 2), (5, 9)]
-    late = candidates(trace, smallest=4, held={ValueId(3): OpIndex(6)})
-    assert [c.earliest for c in late] == [1, 6]
+    assert [c.value for c in candidates(trace, smallest=4, held={})] == [3]  # 1 is always held
+    late = candidates(trace, smallest=4, held={ValueId(1): OpIndex(2)})
+    assert [c.value for c in late] == [3]  # until it is used again
+    early = candidates(trace, smallest=4, held={ValueId(1): OpIndex(1)})
+    assert [(c.value, c.earliest) for c in early] == [(1, 1), (3, 5)]
 
 
 def test_a_value_that_nothing_uses_is_there_only_where_the_load_is_lowest() -> None:
@@ -220,6 +223,14 @@ def test_copies_hide_behind_the_ops_they_can() -> None:
     assert (outcome.peak_bytes, outcome.peak_op) == (2000, 1)  # f1: a0 is still on its way
 
 
+def test_releases_wait_for_a_position_at_which_the_runtime_can_act() -> None:
+    trace = chain(4)
+    first = [c for c in candidates(trace, smallest=1) if c.value == 0]
+    [swap] = schedule(trace, machine(1e3), first, None, [0, 2, 3, 5])
+    # 0, 2 and 6 if any position would do
+    assert (swap.after, swap.release, swap.fetch) == (1, 3, 5)
+
+
 def test_without_a_limit_what_cannot_be_hidden_stays() -> None:
     trace = chain(4)
     swaps = schedule(trace, machine(400.0), candidates(trace, smallest=1), None)
@@ -354,6 +365,16 @@ def test_free_reaches_what_the_link_allows() -> None:
     with pytest.raises(CannotFit) as caught:
         autoswap(chain(12), machine(500.0), limit=10, mode="free", reach=Reach.ALL, smallest=1)
     assert caught.value.smallest_bytes == slow.peak_bytes
+
+
+@pytest.mark.parametrize("speed", [400.0, 700.0, 1.0e3, 1.5e3])
+def test_free_allows_for_two_directions_that_slow_each_other_down(speed: float) -> None:
+    have = [f"have s{i}:1000 | state" for i in range(6)]
+    uses = [f"upd s{i} -> s{i} | 1s" for i in range(6)]
+    trace = parse("\n".join([*have, *uses, *["nop -> | 1s"] * 4]))
+    where = machine(speed, together=0.3)
+    made = autoswap(trace, where, limit=None, mode="free", reach=Reach.ALL, smallest=1)
+    assert made.seconds <= 1.005 * made.plain_seconds
 
 
 def test_copies_across_the_step_share_the_lane_with_the_others() -> None:

@@ -52,8 +52,8 @@ def candidates(
 ) -> list[Candidate]:
     """The gaps of values of at least `smallest` bytes on the trace's device.
 
-    `held` says of a value up to which position something else, Python mostly, keeps its bytes
-    from being released.
+    `held` says of a saved value up to which position something else, Python mostly, refers to it
+    and so keeps it here; of those not in it, all the time. None: nothing is known to be held.
     """
     found = []
     for gap in _sound_gaps(trace):
@@ -67,7 +67,9 @@ def candidates(
         if movable is None:
             continue
         opens, until = movable
-        earliest = max(opens, (held or {}).get(gap.value, 0))
+        earliest = opens
+        if held is not None and not gap.crosses_step:
+            earliest = max(opens, held.get(gap.value, OpIndex(until)))
         if earliest < until:
             found.append(
                 Candidate(
@@ -169,12 +171,25 @@ class Grid:
         return step * self.count + int(self.allowed[at])
 
     def fit(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """`found` with `earliest` and `latest` allowed; those that are left no op are dropped."""
-        rounded = (
-            replace(c, earliest=OpIndex(self.up(c.earliest)), latest=OpIndex(self.down(c.latest)))
-            for c in found
-        )
-        return [c for c in rounded if c.earliest < c.latest]
+        """`found` with `earliest` and `latest` allowed; those that are left no op are dropped.
+
+        Who can act only at some positions starts a copy at one of them, too.
+        """
+        if self.allowed is None:
+            return [c for c in found if c.earliest < c.latest]
+        rounded = []
+        for c in found:
+            earliest, latest = self.up(c.earliest), self.down(c.latest)
+            if earliest < latest:
+                rounded.append(
+                    replace(
+                        c,
+                        after=OpIndex(earliest - 1),
+                        earliest=OpIndex(earliest),
+                        latest=OpIndex(latest),
+                    )
+                )
+        return rounded
 
 
 def make_grid(trace: Trace, allowed: Sequence[int] | None) -> Grid:

@@ -106,6 +106,8 @@ class Budgeted:
             cell.have()
         for tier in self._tiers.values():
             tier.close()
+        self._model, self._given = None, ()  # whoever keeps the summary keeps no model
+        self._driver.forget()
 
     def _tier(self, device: torch.device) -> Tier | None:
         """What lies below `device`, if it is the one under a budget."""

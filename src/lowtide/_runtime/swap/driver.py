@@ -148,6 +148,12 @@ class Driver:
         self._script = None
         self._leave_states()
 
+    def forget(self) -> None:
+        """Refer to nothing of the program's any more."""
+        self._optimizers.clear()
+        self._wanted.clear()
+        self._crude.clear()
+
     # One step.
 
     def _begin(self) -> None:
