@@ -32,6 +32,7 @@ from lowtide._runtime.swap.tier import Tier
 
 POLICIES = ("autoswap",)
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
+_PIECE = 256 << 20  # bytes of optimizer state that are stepped at once
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
 
@@ -64,7 +65,7 @@ class Budgeted:
         self._given = optimizers
         self._device = _device_of(itertools.chain(_parameters(model), *map(_trained, optimizers)))
         self._tiers: dict[torch.device, Tier] = {}
-        self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST)
+        self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
         self._saved = Saved(self._tier, self._driver, _SMALLEST)
         self._known: set[int] = set()  # optimizers whose state is watched
         self._undo = undo
@@ -127,11 +128,11 @@ class Budgeted:
             self._tiers[device] = tier
         return tier
 
-    def _stepping(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._known:
             self._known.add(id(optimizer))
             self._watch(optimizer)
-        self._driver.stepping(optimizer)
+        self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""

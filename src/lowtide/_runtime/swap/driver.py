@@ -8,6 +8,7 @@ nothing is lost.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 
 import torch
@@ -16,6 +17,14 @@ from torch.optim import Optimizer
 from lowtide._ir import Plan
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.observe import Observer
+from lowtide._runtime.swap.pieces import (
+    MOST_PIECES,
+    Piece,
+    can_be_parted,
+    only,
+    pieces_of,
+    step_once,
+)
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import (
     ASKED,
@@ -52,18 +61,21 @@ class Driver:
         plan: Callable[[Observed], Plan],
         short: Callable[[], bool],
         smallest: int,
+        piece_bytes: int,
     ) -> None:
         self._tier = tier
         self._make_plan = plan
         self._short = short
         self._smallest = smallest
+        self._piece_bytes = piece_bytes
         self.scripts: list[Script] = []
         self._script: Script | None = None
         self._moved: frozenset[int] = frozenset()  # saves that some script moves
         self._observer: Observer | None = None
         self._optimizers: dict[int, Optimizer] = {}
         self._states: list[StateCell] = []
-        self._owners: list[int] = []  # of each state, the number of its optimizer
+        self._pieces: dict[int, list[Piece]] = {}  # of each optimizer
+        self._parted = ExitStack()  # an optimizer that has only some of its parameters
         self.modes: list[Mode] = []  # of each step so far
         self._mode = Mode.CRUDE
         self._codes: list[int] = []
@@ -99,27 +111,46 @@ class Driver:
         if self._observer is not None:
             self._observer.unpacking(handle)
 
-    def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step: it needs its state."""
+    def stepping(self, optimizer: Optimizer, args: Sequence[object] = ()) -> None:
+        """An optimizer is about to step, or its step is done here but for the last piece."""
+        self.stepped_whole()
         number = self._number(optimizer)
         if self._observer is not None:
             self._observer.stepping(optimizer)
-        self._event(STEPPING + number)
-        for owner, state in zip(self._owners, self._states, strict=True):
-            if owner == number:
-                state.have()
+        pieces = self._pieces.get(number)
+        if pieces is None and optimizer.state:
+            pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
+        if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
+            self._event(STEPPING + number * MOST_PIECES)
+            self.needed(optimizer)
+            return
+        for i, piece in enumerate(pieces):
+            self._event(STEPPING + number * MOST_PIECES + i)
+            for state in self._states_of(number):
+                if state.piece == i:
+                    state.have()
+            with ExitStack() as undo:
+                undo.enter_context(only(optimizer, piece))
+                if i + 1 < len(pieces):
+                    step_once(optimizer)
+                else:
+                    self._parted = undo.pop_all()  # PyTorch goes on with the last one
+
+    def stepped_whole(self) -> None:
+        """The last piece is done, or failed: the optimizer has all its parameters again."""
+        self._parted.close()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
+        self.stepped_whole()
         if self._observer is not None:
             self._observer.stepped(optimizer)
 
     def needed(self, optimizer: Optimizer) -> None:
         """Somebody looks at all of an optimizer's state, or replaces it: have it on the device."""
-        number = self._number(optimizer)
-        for owner, state in zip(self._owners, self._states, strict=True):
-            if owner == number:
-                state.have()
+        self.stepped_whole()
+        for state in self._states_of(self._number(optimizer)):
+            state.have()
 
     def mark(self) -> None:
         """The step is over."""
@@ -141,6 +172,7 @@ class Driver:
 
     def stop(self) -> None:
         """Optimizer state back on the device, nothing recorded or planned any more."""
+        self.stepped_whole()
         if self._observer is not None:
             self._observer.stop()
             self._observer = None
@@ -151,6 +183,7 @@ class Driver:
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
         self._optimizers.clear()
+        self._pieces.clear()
         self._wanted.clear()
         self._crude.clear()
 
@@ -254,7 +287,7 @@ class Driver:
         assert observer is not None
         self._leave_states()
         tensors = self._state_tensors()
-        observed = observer.finish([tensor for tensor, _ in tensors])
+        observed = observer.finish([tensor for tensor, _, _ in tensors])
         self._script = None
         script = write_script(observed, self._make_plan(observed))
         self.scripts.append(script)
@@ -265,35 +298,45 @@ class Driver:
             tier.prepare(max(other.below_bytes for other in self.scripts))
         self._admit_states(tensors)
 
-    def _admit_states(self, tensors: list[tuple[torch.Tensor, int]]) -> None:
-        for tensor, owner in tensors:
+    def _admit_states(self, tensors: list[tuple[torch.Tensor, int, int]]) -> None:
+        for tensor, owner, piece in tensors:
             tier = self._tier(tensor.device)
             assert tier is not None
-            self._states.append(StateCell(tensor, tier))
-            self._owners.append(owner)
+            self._states.append(StateCell(tensor, tier, owner, piece))
 
     def reloaded(self) -> None:
         """An optimizer's state was replaced: those are other tensors, perhaps of other sizes."""
-        sizes = [state.bytes for state in self._states]
+        before = [(state.bytes, state.owner, state.piece) for state in self._states]
         self._leave_states()
-        tensors = self._state_tensors()
-        if [tensor.untyped_storage().nbytes() for tensor, _ in tensors] == sizes:
-            self._admit_states(tensors)
+        found = self._state_tensors()
+        if [(t.untyped_storage().nbytes(), owner, piece) for t, owner, piece in found] == before:
+            self._admit_states(found)
         else:
             self.scripts, self._script, self._moved = [], None, frozenset()
+            self._pieces.clear()
 
-    def _state_tensors(self) -> list[tuple[torch.Tensor, int]]:
-        return [
-            (tensor, number)
-            for number, optimizer in self._optimizers.items()
-            for tensor in state_tensors(optimizer, self._smallest)
-            if self._tier(tensor.device) is not None
-        ]
+    def _state_tensors(self) -> list[tuple[torch.Tensor, int, int]]:
+        """What could move, with the number of its optimizer and of its piece."""
+        found = []
+        for number, optimizer in self._optimizers.items():
+            piece_of = {
+                id(parameter): i
+                for i, piece in enumerate(self._pieces.get(number, ()))
+                for group in piece
+                for parameter in group
+            }
+            for parameter, tensor in state_tensors(optimizer, self._smallest):
+                if self._tier(tensor.device) is not None:
+                    found.append((tensor, number, piece_of.get(id(parameter), 0)))
+        return found
+
+    def _states_of(self, number: int) -> list[StateCell]:
+        return [state for state in self._states if state.owner == number]
 
     def _leave_states(self) -> None:
         for state in self._states:
             state.drop()
-        self._states, self._owners = [], []
+        self._states = []
 
     def _number(self, optimizer: Optimizer) -> int:
         for number, known in self._optimizers.items():

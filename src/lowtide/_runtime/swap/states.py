@@ -16,10 +16,12 @@ class StateCell(Cell):
     they are, below the device; the same tensor object, which the optimizer goes on referring to.
     """
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_tensor", "owner", "piece")
 
-    def __init__(self, tensor: torch.Tensor, tier: Tier) -> None:
+    def __init__(self, tensor: torch.Tensor, tier: Tier, owner: int, piece: int) -> None:
         super().__init__(tensor.untyped_storage(), tier)
+        self.owner = owner  # the number of the optimizer
+        self.piece = piece  # ... and of the part of its step that needs it
         self.handles = 1
         self._tensor = tensor
 
@@ -63,16 +65,18 @@ class StateCell(Cell):
         return like.set_(storage, 0, t.size(), t.stride())
 
 
-def state_tensors(optimizer: Optimizer, smallest: int) -> list[torch.Tensor]:
-    """What an optimizer keeps and is worth moving: whole storages that nobody else looks at."""
-    found = []
-    for state in optimizer.state.values():
-        if not isinstance(state, dict):
-            continue
-        for thing in state.values():
-            if isinstance(thing, torch.Tensor) and _movable(thing, smallest):
-                found.append(thing)
-    return found
+def state_tensors(optimizer: Optimizer, smallest: int) -> list[tuple[object, torch.Tensor]]:
+    """What an optimizer keeps for each parameter and is worth moving.
+
+    Whole storages that nobody else looks at.
+    """
+    return [
+        (parameter, thing)
+        for parameter, state in optimizer.state.items()
+        if isinstance(state, dict)
+        for thing in state.values()
+        if isinstance(thing, torch.Tensor) and _movable(thing, smallest)
+    ]
 
 
 def _movable(tensor: torch.Tensor, smallest: int) -> bool:
