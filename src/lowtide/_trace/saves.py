@@ -6,6 +6,8 @@ those of `torch.utils.checkpoint`, lie on top of these: what they save in anothe
 saved here, which is the truth.
 """
 
+import functools
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -35,7 +37,7 @@ class SaveEntry:
 class _Packed:
     tensor: torch.Tensor  # detached unless a leaf: the original would hold what holds it
     version: int
-    origin: str
+    origin: tuple[int, str] | None
     entry: SaveEntry | None
 
 
@@ -137,21 +139,47 @@ def install_hooks(
     return True
 
 
-def origin_of(tensor: torch.Tensor) -> str:
-    """Where a saved tensor comes from, in the words of PyTorch's error."""
-    if tensor.grad_fn is None:
-        return ""
-    return f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
+def origin_of(tensor: torch.Tensor) -> tuple[int, str] | None:
+    """Which output of which autograd node a tensor is."""
+    node = tensor.grad_fn
+    return None if node is None else (tensor.output_nr, node.name())
 
 
-def check_version(tensor: torch.Tensor, expected: int, origin: str) -> None:
+def check_version(tensor: torch.Tensor, expected: int, origin: tuple[int, str] | None) -> None:
     """Raise what PyTorch would have raised, had it looked, if `tensor` was modified in place."""
     version = version_of(tensor)
-    if version != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: [{tensor.type()} {list(tensor.shape)}]{origin} is at "
-            f"version {version}; expected version {expected} instead. Hint: enable "
-            "anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
-        )
+    if version == expected:
+        return
+    words = _pytorchs_words()
+    where = ""
+    if origin is not None:
+        output, name = origin
+        if f"{_NODE}Backward0" not in words:
+            name = re.sub(r"Backward\d+$", "", name)
+        where = f", which is output {output} of {name},"
+    what = f"[{tensor.type()} {list(tensor.shape)}]{where} is at version {version}; "
+    what += f"expected version {expected} instead"
+    raise RuntimeError(_SPECIFIC.sub(lambda _: what, words))
+
+
+_NODE = "Exp"
+_SPECIFIC = re.compile(r"\[torch\..* expected version \d+ instead")
+
+
+@functools.cache
+def _pytorchs_words() -> str:
+    """The error of this version of PyTorch, from a thread that has no hooks."""
+    said: list[str] = []
+
+    def modify() -> None:
+        x = torch.ones(1, requires_grad=True).exp()
+        x.add_(1)
+        try:
+            x.backward()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=modify)
+    thread.start()
+    thread.join()
+    return said[0]

@@ -29,7 +29,9 @@ class Handle:
 
     __slots__ = ("_saved", "cell", "entry", "number", "origin", "tensor", "version")
 
-    def __init__(self, saved: "Saved", tensor: torch.Tensor, origin: str) -> None:
+    def __init__(
+        self, saved: "Saved", tensor: torch.Tensor, origin: tuple[int, str] | None
+    ) -> None:
         self._saved = saved
         self.tensor = tensor
         self.version = version_of(tensor)
@@ -67,7 +69,7 @@ class Saved:
         if grows or (not tensor.requires_grad and not tensor.__dict__):
             with quiet():
                 alias = tensor.detach()
-        handle = Handle(self, alias, origin_of(tensor) if grows else "")
+        handle = Handle(self, alias, origin_of(tensor))
         with self._lock:
             if alias is not tensor and has_storage(alias):
                 handle.cell = self._cell(tensor, alias)

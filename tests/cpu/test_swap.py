@@ -1,0 +1,397 @@
+"""`lowtide.fit` under a budget, on the CPU: main memory and a file below it."""
+
+import copy
+import errno
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from zoo import ZOO
+
+import lowtide
+from lowtide._analyze.load import find_peak
+from lowtide._ir import Machine, Plan, Trace
+from lowtide._machine.link import line
+from lowtide._policy.candidates import candidates, make_grid
+from lowtide._policy.schedule import schedule
+from lowtide._runtime import budget as budgeting
+from lowtide._runtime.fit import Tide
+from lowtide._runtime.swap import file_tier
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.driver import Mode
+from lowtide._runtime.swap.file_tier import _write
+from lowtide._simulate.check import find_bad_swap
+from lowtide._simulate.simulate import simulate
+
+Step = Callable[[], object]
+NOTHING_TO_MOVE = (
+    *("checkpointing", "reentrant_checkpointing"),  # the scripts have hooks of their own
+    "sparse_embedding",  # nothing is idle that is worth a file
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything is worth moving, and the machine is always the same."""
+    monkeypatch.setattr(budgeting, "_SMALLEST", 256)
+    monkeypatch.setattr(budgeting, "_PIECE", 4096)
+    link = line(1e-6, 1e9)
+    here = Machine("test", 1 << 40, 1 << 40, link, link)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: here)
+    before = _open_files()
+    yield
+    gc.collect()
+    assert _open_files() == before
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not _global_optimizer_post_hooks and not _global_optimizer_pre_hooks
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def everything(trace: Trace, machine: Machine, **asked: Any) -> Plan:
+    """A plan that moves all that can move, as early and for as long as can be."""
+    found = candidates(trace, smallest=asked["smallest"], reach=asked["reach"], held=asked["held"])
+    found = make_grid(trace, asked["positions"]).fit(found)
+    planned = tuple(schedule(trace, machine, found, 1, asked["positions"]))
+    assert find_bad_swap(trace, planned) is None
+    outcome = simulate(trace, machine, planned)
+    plain = find_peak(trace).bytes
+    return Plan(planned, outcome.peak_bytes, outcome.seconds, plain, outcome.plain_seconds)
+
+
+def modes(tide: Tide) -> list[Mode]:
+    assert tide._budgeted is not None
+    return tide._budgeted._driver.modes
+
+
+def swaps(tide: Tide) -> int:
+    assert tide._budgeted is not None
+    return sum(len(script.plan.swaps) for script in tide._budgeted._driver.scripts)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo_trains_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeting, "autoswap", everything)
+
+    def train(budget: float | None) -> tuple[list[torch.Tensor], Tide | None]:
+        torch.manual_seed(0)
+        loop = ZOO[name]()
+        torch.manual_seed(1)
+        if budget is None:
+            for _ in range(8):
+                loop.step()
+            return loop.state(), None
+        with lowtide.fit(budget=budget) as tide:
+            for _ in range(8):
+                loop.step()
+        return loop.state(), tide
+
+    plain, _ = train(None)
+    ours, tide = train(0.5)
+    assert tide is not None
+    for one, other in zip(ours, plain, strict=True):
+        assert torch.equal(one, other)
+    if name in ("manual_update", "never_backward"):
+        return  # no optimizer steps, so no step is seen
+    assert Mode.PLANNED in modes(tide), tide.summary()
+    assert swaps(tide) or name in NOTHING_TO_MOVE, tide.summary()
+
+
+class Net(nn.Module):
+    """A few layers that save something each."""
+
+    def __init__(self, width: int = 64, depth: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(x))
+        return x
+
+
+def make(kind: str = "adamw") -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(net.parameters(), lr=0.01),
+        "fused": lambda: torch.optim.AdamW(net.parameters(), lr=0.01, fused=True),
+        "foreach": lambda: torch.optim.Adam(net.parameters(), foreach=True, amsgrad=True),
+        "momentum": lambda: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        "groups": lambda: torch.optim.AdamW(
+            [
+                {"params": [*net.layers[:2].parameters()], "lr": 0.1},
+                {"params": [*net.layers[2:].parameters()], "weight_decay": 0.5},
+            ],
+            lr=0.01,
+        ),
+    }
+    return net, makers[kind]()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: int = 32) -> None:
+    for _ in range(steps):
+        loss = net(torch.randn(batch, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can move does."""
+    monkeypatch.setattr(budgeting, "autoswap", everything)
+
+
+def states_away(tide: Tide) -> list[Any]:
+    assert tide._budgeted is not None
+    return [s for s in tide._budgeted._driver._states if s.state is State.AWAY]
+
+
+@pytest.mark.usefixtures("moved")
+@pytest.mark.parametrize("kind", ["adamw", "fused", "foreach", "momentum", "groups"])
+def test_optimizer_state_leaves_and_comes_back(kind: str) -> None:
+    plain, optimizer = make(kind)
+    schedule_of = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    torch.manual_seed(1)
+    for _ in range(10):
+        train(plain, optimizer, 1)
+        schedule_of.step()
+    net, optimizer = make(kind)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    schedule_of = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    torch.manual_seed(1)
+    seen = []
+
+    def look(_module: nn.Module, _args: object) -> None:
+        seen.append(len(states_away(tide)))
+
+    handle = net.layers[4].register_forward_pre_hook(look)
+    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+        for _ in range(10):
+            train(net, optimizer, 1)
+            schedule_of.step()
+    handle.remove()
+    assert same(net, plain)
+    assert max(seen) >= 4, seen
+    assert [list(group["params"]) for group in optimizer.param_groups] == groups
+    assert all(
+        tensor.untyped_storage().nbytes() >= tensor.nbytes
+        for state in optimizer.state.values()
+        for tensor in state.values()
+    )
+
+
+@pytest.mark.usefixtures("moved")
+def test_state_can_be_looked_at_saved_and_loaded_while_it_is_away() -> None:
+    def run(budget: float | None) -> tuple[Net, list[torch.Tensor]]:
+        net, optimizer = make()
+        torch.manual_seed(1)
+        found: list[torch.Tensor] = []
+
+        def look(_module: nn.Module, _args: object) -> None:
+            if budget is not None and found_at == 5:
+                assert states_away(tide)
+            if found_at == 5:
+                found.extend(
+                    state["exp_avg"].clone() for state in optimizer.state.values()
+                )  # as it lies below
+
+        handle = net.layers[4].register_forward_pre_hook(look)
+        with ExitStack() as stack:
+            if budget is not None:
+                tide = stack.enter_context(lowtide.fit(net, optimizer, budget=budget))
+            for found_at in range(12):
+                train(net, optimizer, 1)
+                if found_at == 6:
+                    kept = copy.deepcopy(optimizer.state_dict())
+                    found += [
+                        state[name]
+                        for state in kept["state"].values()
+                        for name in ("exp_avg", "exp_avg_sq")
+                    ]
+                if found_at == 8:
+                    optimizer.load_state_dict(kept)
+        handle.remove()
+        return net, found
+
+    plain, expected = run(None)
+    ours, found = run(0.5)
+    assert same(ours, plain)
+    assert len(found) == len(expected) > 20
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("moved")
+def test_shapes_in_turn_have_a_plan_each() -> None:
+    def run(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(1)
+        for i in range(24):
+            train(net, optimizer, 1, 32 if i % 3 else 24)
+
+    plain, optimizer = make()
+    run(plain, optimizer)
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+        run(net, optimizer)
+    assert same(net, plain)
+    assert tide._budgeted is not None
+    assert len(tide._budgeted._driver.scripts) == 2
+    assert modes(tide)[-6:] == [Mode.PLANNED] * 6, tide.summary()
+
+
+@pytest.mark.usefixtures("moved")
+def test_a_step_that_departs_loses_nothing() -> None:
+    """Evaluations, a backward done twice, a graph thrown away, an exception in the forward."""
+
+    def run(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(1)
+        for i in range(16):
+            if i == 6:
+                with torch.no_grad():
+                    net(torch.randn(8, 64))
+            if i == 8:
+                net(torch.randn(8, 64)).sum()  # never asked for
+            if i == 10:
+                loss = net(torch.randn(8, 64)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+            if i == 12:
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    net.layers[1](net.layers[0](torch.randn(8, 64))[:, :3])
+            train(net, optimizer, 1)
+
+    plain, optimizer = make()
+    run(plain, optimizer)
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+        run(net, optimizer)
+    assert same(net, plain)
+    assert Mode.DEPARTED in modes(tide)
+    assert modes(tide)[5] is Mode.PLANNED
+
+
+@pytest.mark.usefixtures("moved")
+def test_a_saved_tensor_modified_in_place_is_told_as_ever() -> None:
+    def broken(net: Net) -> str:
+        x = torch.randn(8, 64, requires_grad=True)
+        y = net.layers[0](x).exp()
+        y.add_(1)
+        with pytest.raises(RuntimeError) as caught:
+            y.sum().backward()
+        return str(caught.value)
+
+    net, optimizer = make()
+    expected = broken(net)
+    assert "modified by an inplace operation" in expected
+    with lowtide.fit(net, optimizer, budget=0.5):
+        train(net, optimizer, 4)
+        assert broken(net) == expected
+
+
+@pytest.mark.usefixtures("moved")
+def test_a_graph_that_outlives_the_block_still_has_what_it_saved() -> None:
+    net, optimizer = make()
+    torch.manual_seed(1)
+    x = torch.randn(32, 64)
+    net(x).square().mean().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    with lowtide.fit(net, optimizer, budget=0.5):
+        before = copy.deepcopy(net.state_dict())
+        train(net, optimizer, 4)
+        net.load_state_dict(before)
+        loss = net(x).square().mean()
+    net.zero_grad()
+    loss.backward()
+    found = [p.grad for p in net.parameters() if p.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("moved")
+def test_a_full_disk_keeps_everything_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, optimizer = make()
+    torch.manual_seed(1)
+    train(plain, optimizer, 10)
+    net, optimizer = make()
+    torch.manual_seed(1)
+    written = []
+
+    def write(file: int, memory: memoryview, offset: int) -> None:
+        written.append(len(memory))
+        if len(written) > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        _write(file, memory, offset)
+
+    monkeypatch.setattr(file_tier, "_write", write)
+    with lowtide.fit(net, optimizer, budget=0.5):
+        train(net, optimizer, 10)
+    assert len(written) > 12
+    assert same(net, plain)
+
+
+@pytest.mark.usefixtures("moved")
+def test_no_more_than_the_host_budget_is_taken() -> None:
+    plain, optimizer = make()
+    torch.manual_seed(1)
+    train(plain, optimizer, 8)
+    net, optimizer = make()
+    torch.manual_seed(1)
+    with lowtide.fit(net, optimizer, budget=0.5, host_budget="64KiB") as tide:
+        train(net, optimizer, 8)
+        assert tide._budgeted is not None
+        assert 0 < tide._budgeted.summary().below_bytes <= 64 << 10
+    assert same(net, plain)
+
+
+def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can() -> None:
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, budget="1KiB"):
+        refused = r"the budget is 1\.00 KiB .* cannot go below"
+        with pytest.raises(lowtide.LowtideError, match=refused):
+            train(net, optimizer, 4)
+        train(net, optimizer, 2)
+
+
+def test_bad_arguments_are_one_line() -> None:
+    net, optimizer = make()
+    with pytest.raises(lowtide.BadInput, match="no policy is called 'magic'"):
+        lowtide.fit(net, optimizer, budget=0.5, policy="magic")
+    with (
+        pytest.raises(lowtide.BadInput, match="'much' is no budget"),
+        lowtide.fit(net, optimizer, budget="much"),
+    ):
+        pass
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with (
+        hooks,
+        pytest.raises(lowtide.BadInput, match="hooks on saved tensors are there already"),
+        lowtide.fit(net, optimizer, budget=0.5),
+    ):
+        pass
+
+
+def test_a_roomy_budget_moves_nothing() -> None:
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, budget="1GiB") as tide:
+        train(net, optimizer, 4)
+    assert not swaps(tide)
+    assert re.search(r"1 crude, 1 traced, 2 planned", tide.summary())
+    assert tide._budgeted is not None
+    assert tide._budgeted._model is None  # whoever keeps the summary keeps no model
