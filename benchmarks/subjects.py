@@ -30,7 +30,9 @@ class Entry:
     batch: int
 
 
-def _vision(name: str, pixels: int = 224, classes: int = 1000) -> Callable[[], Subject]:
+def _vision(
+    name: str, pixels: int = 224, classes: int = 1000, *, keeps: bool = True
+) -> Callable[[], Subject]:
     def make() -> Subject:
         import torchvision
 
@@ -56,7 +58,9 @@ def _vision(name: str, pixels: int = 224, classes: int = 1000) -> Callable[[], S
                     torch.randint(0, 21 if dense else classes, (batch, *dense)).pin_memory(),
                 )
             images, labels = (part.to("cuda", non_blocking=True) for part in batches[batch])
-            kept[0] = output = model(images)
+            output = model(images)
+            if keeps:
+                kept[0] = output
             if name.startswith("deeplab"):
                 output = output["out"]
             if name == "inception_v3":
@@ -64,9 +68,12 @@ def _vision(name: str, pixels: int = 224, classes: int = 1000) -> Callable[[], S
                 loss = loss + 0.4 * F.cross_entropy(output.aux_logits, labels)
             else:
                 loss = F.cross_entropy(output, labels)
-            optimizer.zero_grad()
+            if keeps:
+                optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if not keeps:
+                optimizer.zero_grad()
             return loss.detach()
 
         return Subject(model, optimizer, step)
@@ -75,7 +82,7 @@ def _vision(name: str, pixels: int = 224, classes: int = 1000) -> Callable[[], S
 
 
 def _language(
-    build: Callable[[], nn.Module], length: int, vocabulary: int
+    build: Callable[[], nn.Module], length: int, vocabulary: int, *, keeps: bool = True
 ) -> Callable[[], Subject]:
     def make() -> Subject:
         with torch.device("cuda"):
@@ -90,12 +97,17 @@ def _language(
                 batches[batch] = torch.randint(0, vocabulary, (batch, length)).pin_memory()
             tokens = batches[batch].to("cuda", non_blocking=True)
             with torch.autocast("cuda", torch.bfloat16):
-                kept[0] = output = model(input_ids=tokens, labels=tokens)
-            optimizer.zero_grad()
-            output.loss.backward()
+                output = model(input_ids=tokens, labels=tokens)
+            loss: torch.Tensor = output.loss
+            if keeps:
+                kept[0] = output
+                optimizer.zero_grad()
+            del output
+            loss.backward()
             optimizer.step()
-            found: torch.Tensor = output.loss.detach()
-            return found
+            if not keeps:
+                optimizer.zero_grad()
+            return loss.detach()
 
         return Subject(model, optimizer, step)
 
@@ -161,4 +173,13 @@ SUBJECTS: dict[str, Entry] = {
     "BERT-large": Entry(_language(_bert, 384, 30522), 16),
     "Llama-1B-like": Entry(_language(_llama, 2048, 32000), 2),
     "T5-base": Entry(_language(_t5, 512, 32128), 16),
+}
+
+
+# Loops that let go of everything at the end of a step: gradients, logits.
+TIDY: dict[str, Entry] = {
+    "GPT-2 medium 16x1024": Entry(_language(_gpt2, 1024, 50257, keeps=False), 16),
+    "ResNet-50 256 tf32": Entry(_vision("resnet50", keeps=False), 256),
+    "Llama-1B-like 4x2048": Entry(_language(_llama, 2048, 32000, keeps=False), 4),
+    "VGG-16 32x32 100": Entry(_vision("vgg16", 32, keeps=False), 100),
 }

@@ -11,24 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from moving import everything
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from zoo import ZOO
 
 import lowtide
-from lowtide._analyze.load import find_peak
-from lowtide._ir import Machine, Plan, Trace
+from lowtide._ir import Machine
 from lowtide._machine.link import line
-from lowtide._policy.candidates import candidates, make_grid
-from lowtide._policy.schedule import schedule
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import file_tier
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import _write
-from lowtide._simulate.check import find_bad_swap
-from lowtide._simulate.simulate import simulate
 
 Step = Callable[[], object]
 NOTHING_TO_MOVE = (
@@ -55,17 +51,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def everything(trace: Trace, machine: Machine, **asked: Any) -> Plan:
-    """A plan that moves all that can move, as early and for as long as can be."""
-    found = candidates(trace, smallest=asked["smallest"], reach=asked["reach"], held=asked["held"])
-    found = make_grid(trace, asked["positions"]).fit(found)
-    planned = tuple(schedule(trace, machine, found, 1, asked["positions"]))
-    assert find_bad_swap(trace, planned) is None
-    outcome = simulate(trace, machine, planned)
-    plain = find_peak(trace).bytes
-    return Plan(planned, outcome.peak_bytes, outcome.seconds, plain, outcome.plain_seconds)
 
 
 def modes(tide: Tide) -> list[Mode]:

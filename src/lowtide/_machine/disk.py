@@ -15,9 +15,9 @@ from lowtide._errors import BadInput
 from lowtide._ir import Link
 from lowtide._machine.link import share_together
 
-_SIZES = tuple(mebibytes << 20 for mebibytes in (1, 4, 16, 64))
+_SIZES = tuple(mebibytes << 20 for mebibytes in (1, 4, 16))  # a budget may be small
 _REPEATS = 5
-_PIECE = 16 << 20  # of the copies that run both ways at once
+_PIECE = 4 << 20  # of the copies that run both ways at once
 
 
 @dataclass(frozen=True, slots=True)

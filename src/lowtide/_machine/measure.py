@@ -51,15 +51,19 @@ def machine_here(
     *,
     folder: Path | None = None,
     again: bool = False,
+    only_link: bool = False,
 ) -> Machine:
     """The machine as remembered, or else measured and remembered.
 
-    What changes by the hour, the free bytes of the tier below, is always today's.
+    What changes by the hour, the free bytes of the tier below, is always today's. With
+    `only_link` a machine that is not remembered yet gets only its link measured, in a moment
+    and a few MiB: for use in the middle of a training.
     """
     known = None if again else remembered(machine_name(device, folder))
     if known is None:
-        machine = measure(device, progress, folder=folder)
-        remember(machine)
+        machine = measure(device, progress, folder=folder, only_link=only_link)
+        if not only_link:
+            remember(machine)
         return machine
     return dataclasses.replace(known, host_bytes=_host_bytes(torch.device(device), folder))
 
@@ -73,7 +77,11 @@ def machine_name(device: torch.device | str, folder: Path | None = None) -> str:
 
 
 def measure(
-    device: torch.device | str, progress: Progress = _silent, *, folder: Path | None = None
+    device: torch.device | str,
+    progress: Progress = _silent,
+    *,
+    folder: Path | None = None,
+    only_link: bool = False,
 ) -> Machine:
     """What `device` and its link to the tier below can do.
 
@@ -87,7 +95,7 @@ def measure(
         raise BadInput(f"lowtide cannot measure a {device.type} device: use cuda or cpu")
     try:
         with torch.cuda.device(device):
-            return _measure_cuda(device, progress)
+            return _measure_cuda(device, progress, only_link=only_link)
     except torch.OutOfMemoryError as error:
         free, _ = torch.cuda.mem_get_info(device)
         raise BadInput(
@@ -99,7 +107,7 @@ def _measure_main_memory(device: torch.device, folder: Path, progress: Progress)
     progress("measuring the file tier")
     disk = measure_disk(folder)
     progress("measuring main memory")
-    count = max(1 << 20, min(128 << 20, available_bytes() // 8))
+    count = max(1 << 20, min(16 << 20, available_bytes() // 8))
     source, target = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
     times = []
     for _ in range(_REPEATS):
@@ -126,13 +134,16 @@ def _measure_main_memory(device: torch.device, folder: Path, progress: Progress)
     )
 
 
-def _measure_cuda(device: torch.device, progress: Progress) -> Machine:
+def _measure_cuda(device: torch.device, progress: Progress, *, only_link: bool) -> Machine:
     progress("measuring the link")
     out, back, together = _measure_link(device)
-    progress("measuring the device's memory")
-    bandwidth = _measure_memory(device)
-    progress("measuring matrix products")
-    rates = _measure_products(device)
+    bandwidth = 0.0
+    rates: tuple[tuple[str, float], ...] = ()
+    if not only_link:
+        progress("measuring the device's memory")
+        bandwidth = _measure_memory(device)
+        progress("measuring matrix products")
+        rates = _measure_products(device)
     _, total = torch.cuda.mem_get_info(device)
     _give_back()
     return Machine(
@@ -221,7 +232,7 @@ def _seconds_together(
 
 def _measure_memory(device: torch.device) -> float:
     free, _ = torch.cuda.mem_get_info(device)
-    count = max(1 << 20, min(512 << 20, free // 8))
+    count = max(1 << 20, min(64 << 20, free // 8))
     source, target = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
     stream = torch.cuda.current_stream(device)
     return 2 * count / _seconds(stream, lambda: target.copy_(source))

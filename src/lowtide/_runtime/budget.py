@@ -31,6 +31,7 @@ from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
 
 POLICIES = ("autoswap",)
+FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
 _PIECE = 256 << 20  # bytes of optimizer state that are stepped at once
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
@@ -54,7 +55,7 @@ class Budgeted:
     ) -> None:
         self._budget = budget
         self._bytes: int | None = None
-        if not _is_share(budget):
+        if budget != FREE and not _is_share(budget):
             self._bytes = parse_bytes(str(budget), 1)
         self._host_budget = None if host_budget is None else parse_bytes(str(host_budget), 1)
         self._folder = folder
@@ -162,19 +163,21 @@ class Budgeted:
     def _plan(self, observed: Observed) -> Plan:
         trace = observed.trace
         plain = find_peak(trace).bytes
-        self._bytes = parse_bytes(str(self._budget), plain)
+        free = self._budget == FREE
+        self._bytes = plain if free else parse_bytes(str(self._budget), plain)
         if self._machine is None:
-            self._machine = machine_here(trace.device, folder=self._folder)
+            self._machine = machine_here(trace.device, folder=self._folder, only_link=True)
         host = self._host_budget
         if host is None:
             host = min(self._machine.host_bytes, available_bytes())
-        if plain <= self._bytes:
+        if plain <= self._bytes and not free:
             seconds = sum(op.seconds for op in trace.ops)
             return Plan((), plain, seconds, plain, seconds, "keep", self._machine.name)
         return autoswap(
             trace,
             self._machine,
-            limit=self._bytes,
+            limit=None if free else self._bytes,
+            mode="free" if free else "limit",
             score=self._score,
             host_budget=host,
             reach=Reach.RUNTIME,

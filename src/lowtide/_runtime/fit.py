@@ -36,9 +36,10 @@ def fit(
     """Train in less memory while the block lasts.
 
     `budget` is what the device may hold, in bytes (`"16GiB"`) or as a share of what plain training
-    peaks at (0.5). The first steps are watched; then what is idle for long enough leaves the device
-    and comes back in time, as `policy` plans it: to pinned main memory, of which it takes at most
-    `host_budget`, or on a machine without a GPU to a file in `folder`.
+    peaks at (0.5); `"free"` is as little as costs no time. The first steps are watched; then what
+    is idle for long enough leaves the device and comes back in time, as `policy` plans it: to
+    pinned main memory, of which it takes at most `host_budget`, or on a machine without a GPU to
+    a file in `folder`.
 
     `pool` lays each step's memory out so that nothing is lost to fragments; the model, the loop
     and every bit of the result stay as they are. `optimizer` tells where a step ends (without it:

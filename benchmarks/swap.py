@@ -1,0 +1,242 @@
+"""Swapping beside what there is: peak and step time, planned and measured.
+
+python benchmarks/swap.py --out benchmarks/results/swap.json [--only GPT-2,...] [--budgets 0.8,0.6]
+
+One process for each work and method. In lowtide's, plain steps are timed before and after each
+budget. A file that is there is added to, so that a run may be parted with --only.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+WARM, TIMED = 3, 6
+BUDGETS = ("free", "0.95", "0.9", "0.8", "0.66", "0.5", "0.4")
+OTHERS = ("plain", "offload_activations", "save_on_cpu")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", help="works whose names begin like one of these")
+    parser.add_argument("--budgets", default=",".join(BUDGETS))
+    parser.add_argument("--methods", default=",".join([*OTHERS, "lowtide"]))
+    parser.add_argument("--traces", default="", help="write each traced step into this folder")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        print(json.dumps(measure(*json.loads(options.task))), flush=True)
+        return
+    from machine import machine_facts
+    from subjects import TIDY
+
+    results: dict[str, Any] = {"works": {}}
+    if options.out and options.out.exists():
+        results = json.loads(options.out.read_text())
+    results["machine"] = machine_facts()
+    began = time.perf_counter()
+    for name in TIDY:
+        if options.only and not name.startswith(tuple(options.only.split(","))):
+            continue
+        work = results["works"].setdefault(name, {})
+        for method in options.methods.split(","):
+            budgets = options.budgets.split(",") if method == "lowtide" else []
+            found = run(name, method, budgets, options.traces)
+            show(name, method, found)
+            if isinstance(found, list):
+                work.setdefault("lowtide", {}).update({row["budget"]: row for row in found})
+            else:
+                work[method] = found
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+def run(name: str, method: str, budgets: list[str], traces: str) -> Any:
+    """One method in a process of its own."""
+    task = json.dumps([name, method, budgets, traces])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--task", task],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def show(name: str, method: str, found: Any) -> None:
+    """A line for each result."""
+    for row in found if isinstance(found, list) else [found]:
+        budget = row.get("budget", "")
+        if "error" in row:
+            print(f"{name:22} {method:20} {budget} failed: {row['error'][:160]}")
+            continue
+        line = f"{name:22} {method:20} {row['seconds'] * 1e3:7.1f} ms"
+        line += (
+            f" {row['peak_bytes'] / 2**30:6.2f} GiB (reserved {row['reserved_bytes'] / 2**30:.2f})"
+        )
+        if "plan" in row:
+            plan = row["plan"]
+            line += (
+                f" {budget:5} x{row['ratio']:.3f}"
+                f" planned x{plan['seconds'] / plan['plain_seconds']:.3f}"
+                f" {plan['seconds'] * 1e3:.1f} ms {plan['peak_bytes'] / 2**30:.2f} GiB"
+                f" hidden {row['hidden']:.2f} (planned {plan['hidden']:.2f})"
+                f" pinned {row['pinned_bytes'] / 2**30:.2f}"
+            )
+        print(line, flush=True)
+
+
+def measure(name: str, method: str, budgets: list[str], traces: str) -> Any:
+    """In this process."""
+    import torch
+    from subjects import TIDY
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.manual_seed(0)
+    entry = TIDY[name]
+    subject = entry.make()
+
+    def step() -> None:
+        subject.step(entry.batch)
+
+    if method == "lowtide":
+        observed: list[Any] = []
+        rows = [under(budget, subject, step, observed) for budget in budgets]
+        if traces and observed:
+            write_trace(observed[0], Path(traces) / name.lower().replace(" ", "-"))
+        return rows
+    around = context_of(method)
+
+    def step_inside() -> None:
+        with around():
+            step()
+
+    for _ in range(WARM):
+        step_inside()
+    return measured(step_inside)
+
+
+def context_of(method: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What a method puts around each step."""
+    import torch
+
+    if method == "save_on_cpu":
+        return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
+    if method == "offload_activations":
+        from trl.models.activation_offloading import OffloadActivations
+
+        offload: AbstractContextManager[Any] = OffloadActivations()
+        return lambda: offload
+    return nullcontext
+
+
+def timed(step: Callable[[], None]) -> list[float]:
+    """Seconds of a few steps, each waited for."""
+    import torch
+
+    times = []
+    for _ in range(TIMED):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def measured(step: Callable[[], None]) -> dict[str, Any]:
+    """Time and peak of warmed-up steps, after emptying the cache."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times = timed(step)
+    return {
+        "seconds": statistics.median(times),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def write_trace(observed: Any, path: Path) -> None:
+    """The traced step, and where in it the runtime can act on what."""
+    import lowtide
+
+    lowtide.save_trace(observed.trace, path.with_suffix(".trace"))
+    known = {
+        "held": {int(value): int(at) for value, at in observed.held.items()},
+        "positions": [int(at) for at in observed.positions],
+    }
+    path.with_suffix(".json").write_text(json.dumps(known))
+
+
+def under(
+    budget: str, subject: Any, step: Callable[[], None], observed: list[Any]
+) -> dict[str, Any]:
+    """One budget, with plain steps before it and after it."""
+    import lowtide
+    from lowtide._simulate.simulate import simulate
+
+    for _ in range(WARM):
+        step()
+    before = timed(step)
+    try:
+        with lowtide.fit(subject.model, subject.optimizer, budget=budget) as tide:
+            keep_observed(tide, observed)
+            for _ in range(WARM + 8):
+                step()
+            row: dict[str, Any] = {"budget": budget, **measured(step)}
+            assert tide._budgeted is not None
+            script = tide._budgeted._driver.scripts[0]
+            row["pinned_bytes"] = tide._budgeted.summary().below_bytes
+            row["swapped_bytes"] = script.swapped_bytes
+            row["modes"] = list(tide._budgeted._driver.modes)
+            assert tide._budgeted._machine is not None
+            outcome = simulate(observed[-1].trace, tide._budgeted._machine, script.plan.swaps)
+    except lowtide.LowtideError as error:
+        return {"budget": budget, "error": str(error)}
+    for _ in range(WARM):
+        step()
+    row["plain_seconds"] = statistics.median([*before, *timed(step)])
+    row["ratio"] = row["seconds"] / row["plain_seconds"]
+    waited = max(0.0, row["seconds"] - row["plain_seconds"])
+    copies = outcome.copy_seconds
+    row["hidden"] = 1.0 if not copies else max(0.0, 1 - waited / copies)
+    row["plan"] = {
+        "peak_bytes": script.plan.peak_bytes,
+        "seconds": script.plan.seconds,
+        "plain_seconds": script.plan.plain_seconds,
+        "plain_peak_bytes": script.plan.plain_peak_bytes,
+        "copy_seconds": copies,
+        "hidden": outcome.hidden,
+        "swaps": len(script.plan.swaps),
+    }
+    return row
+
+
+def keep_observed(tide: Any, kept: list[Any]) -> None:
+    """Also keep the traced step that the plan is made from."""
+    make_plan = tide._budgeted._driver._make_plan
+
+    def plan(observed: Any) -> Any:
+        kept.append(observed)
+        return make_plan(observed)
+
+    tide._budgeted._driver._make_plan = plan
+
+
+if __name__ == "__main__":
+    main()

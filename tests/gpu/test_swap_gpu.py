@@ -1,0 +1,100 @@
+"""Swapping between a GPU and pinned memory: streams, peaks, pinned bytes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from moving import everything
+from nets import make, train
+from torch import nn
+
+import lowtide
+from lowtide._runtime import budget as budgeting
+from lowtide._runtime.fit import Tide
+from lowtide._runtime.swap import pinned_tier
+from lowtide._runtime.swap.driver import Mode
+from lowtide._runtime.swap.tier import Copy
+
+_LONG = 20_000_000  # cycles: longer than any copy here
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeting, "_SMALLEST", 1 << 16)
+    monkeypatch.setattr(budgeting, "_PIECE", 32 << 20)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    torch.manual_seed(1)
+    return [train(model, optimizer).item() for _ in range(steps)]
+
+
+def plan_of(tide: Tide) -> lowtide._ir.Plan:
+    assert tide._budgeted is not None
+    return tide._budgeted._driver.scripts[0].plan
+
+
+@pytest.mark.parametrize("late", ["nothing", "out", "back", "compute", "all"])
+@pytest.mark.parametrize("pool", [False, True])
+def test_windows_held_open_change_no_bit(
+    late: str, pool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream held up in turn: a wait that is missing would show."""
+    model, optimizer = make()
+    plain = losses(model, optimizer, 10)
+    weights = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = make()
+    monkeypatch.setattr(budgeting, "autoswap", everything)
+    copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
+
+    def slow(
+        self: pinned_tier.PinnedTier, stream: torch.cuda.Stream, to: torch.Tensor, of: torch.Tensor
+    ) -> Copy:
+        if late in ("compute", "all"):
+            torch.cuda._sleep(_LONG)
+        way = "out" if stream is self._out else "back"
+        if late in (way, "all"):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(_LONG)
+        return copy(self, stream, to, of)
+
+    monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
+    with lowtide.fit(model, optimizer, budget=0.3, pool=pool) as tide:
+        found = losses(model, optimizer, 10)
+    assert len(plan_of(tide).swaps) > 20
+    assert any(swap.until >= swap.after + 1 for swap in plan_of(tide).swaps)
+    assert found == plain
+    for ours, theirs in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_peak_is_the_planned_one_and_little_is_pinned() -> None:
+    model, optimizer = make(2048)
+
+    def step() -> None:
+        train(model, optimizer, 2048, 2048)
+
+    step()
+    with lowtide.fit(model, optimizer, budget=0.7, pool=False) as tide:
+        for _ in range(4):
+            step()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            step()
+        assert tide._budgeted is not None
+        plan = plan_of(tide)
+        assert torch.cuda.max_memory_allocated() <= 1.02 * plan.peak_bytes
+        assert plan.peak_bytes <= 0.7 * plan.plain_peak_bytes
+        assert tide._budgeted._driver.modes[-1] is Mode.PLANNED
+        summary = tide._budgeted.summary()
+        assert summary.below_bytes <= 1.05 * summary.swapped_bytes
+
+
+def test_leaving_unlocks_the_host_memory() -> None:
+    model, optimizer = make()
+    for _ in range(2):  # registering the same pages twice would fail
+        with lowtide.fit(model, optimizer, budget=0.8, pool=False):
+            losses(model, optimizer, 5)
+    held = torch.cuda.memory_allocated()
+    del model, optimizer
+    assert torch.cuda.memory_allocated() < held // 4  # nobody keeps them
