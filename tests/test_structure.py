@@ -23,7 +23,6 @@ LAYERS = [
     {"_report"},
     {"_runtime"},
     {"__init__"},
-    {"_cli_doctor", "_cli_simulate"},
     {"_cli"},
     {"__main__"},
 ]
@@ -41,6 +40,7 @@ USES_TORCH = (
             "driver",
             "file_tier",
             "observe",
+            "pieces",
             "pinned_tier",
             "quiet",
             "saved",
@@ -49,7 +49,7 @@ USES_TORCH = (
             "tier",
         ]
     }
-    | {"_machine/measure.py"}
+    | {"_machine/measure.py", "_cli/doctor.py"}
     | {
         f"_trace/{name}.py"
         for name in [

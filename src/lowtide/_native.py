@@ -65,7 +65,7 @@ def built(recipe: Recipe, *also: str, before: Callable[[], None] = lambda: None)
     if not all(folder.is_dir() for folder in recipe.folders):
         raise NoNative(f"this installation lacks {recipe.what}: install again with a C++ compiler")
     digest = hashlib.sha256(
-        repr((recipe.flags, recipe.links, sys.platform, _compiler(), also)).encode()
+        repr((recipe.flags, recipe.links, sys.platform, find_compiler(), also)).encode()
     )
     for folder in recipe.folders:
         for file in sorted([*folder.glob("*.cc"), *folder.glob("*.h")]):
@@ -117,7 +117,7 @@ def compile_objects(recipe: Recipe, folder: Path) -> list[str]:
 
 
 def _run(recipe: Recipe, commands: Sequence[Sequence[str]]) -> None:
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         raise NoNative("there is no C++ compiler: install one, or name it with CXX")
     waiting = list(commands)
@@ -141,7 +141,7 @@ def _run(recipe: Recipe, commands: Sequence[Sequence[str]]) -> None:
             process.communicate()
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
     return os.environ.get("CXX") or next(
         (name for name in ("c++", "g++", "clang++") if shutil.which(name)), None
     )

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from lowtide import __version__
-from lowtide._cli_doctor import doctor_command
+from lowtide._cli.doctor import doctor_command
 from lowtide._errors import BadInput
 from lowtide._machine import disk
 from lowtide._machine.file import decode_machine, find_flaw

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide._native import _compiler, compile_objects
+from lowtide._native import compile_objects, find_compiler
 from lowtide._runtime import torch_build
 
 SANITIZED = ("-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined")
@@ -26,7 +26,7 @@ def test_the_wrapper_keeps_its_promises(tmp_path: Path) -> None:
     libraries = Path(torch.__file__).parent / "lib"
     links = [f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}", "-fsanitize=address,undefined"]
     check = tmp_path / "check"
-    compiler = (_compiler() or "c++").split()
+    compiler = (find_compiler() or "c++").split()
     subprocess.run([*compiler, "-pthread", *objects, *links, "-o", str(check)], check=True)
     quiet = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the pool lives for ever
     done = subprocess.run([str(check)], capture_output=True, text=True, env=quiet)

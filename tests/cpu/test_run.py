@@ -66,4 +66,35 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path) -> None:
     code, _, err = run(script, flags=())
     assert code == 2
     assert err.count("\n") == 1
-    assert "add --pool-only" in err
+    assert "give lowtide run either a --budget or --pool-only" in err
+
+
+BUDGETED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(8):
+    loss = model(torch.randn(2048, 512)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(sum(p.double().sum().item() for p in model.parameters()))
+"""
+
+
+def test_a_script_runs_within_a_budget(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BUDGETED)
+    plain = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True
+    ).stdout
+    code, out, err = run(script, flags=("--budget", "0.7", "--folder", str(tmp_path)))
+    assert (code, out) == (0, plain), err
+    assert "1 crude, 1 traced, 6 planned" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
+    code, out, err = run(script, flags=("--budget", "1MiB"))
+    assert (code, out) == (2, "")
+    assert err.startswith("lowtide: the budget is 1.00 MiB (1048576 bytes), but swapping cannot go")

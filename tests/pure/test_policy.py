@@ -13,7 +13,7 @@ from strategies import traces
 
 from lowtide import BadInput, Trace, save_trace
 from lowtide._analyze.load import load_curve
-from lowtide._cli_simulate import simulate_command
+from lowtide._cli.simulate import simulate_command
 from lowtide._ir import Kind, Machine, OpIndex, Plan, ValueId
 from lowtide._machine.link import line
 from lowtide._policy.autoswap import SCORES, CannotFit, autoswap

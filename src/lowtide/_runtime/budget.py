@@ -34,6 +34,7 @@ POLICIES = ("autoswap",)
 FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
 _PIECE = 256 << 20  # bytes of optimizer state that are stepped at once
+_UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
 
@@ -113,7 +114,7 @@ class Budgeted:
 
     def _tier(self, device: torch.device) -> Tier | None:
         """What lies below `device`, if it is the one under a budget."""
-        if self._device is None:
+        if self._device is None and (device.type != "cpu" or not torch.cuda.is_initialized()):
             self._device = device
         if device != self._device:
             return None
@@ -150,15 +151,23 @@ class Budgeted:
         self._driver.stepped(optimizer)
 
     def _is_short(self) -> bool:
-        """Whether more than half of what is not taken for good is in use."""
-        if self._bytes is None or self._device is None:
+        """Whether so much of what is not taken for good is in use that all that can leave should.
+
+        Half of it as long as nothing is known of a step; later only the last part: steps that do
+        not go by their plan are mostly like those that do.
+        """
+        if self._bytes is None or self._device is None or self._budget == FREE:
             return False
-        stays = sum(p.nbytes for p in _persistent(self._model, self._given, self._device))
+        optimizers = {id(o): o for o in (*self._given, *self._driver.optimizers())}
+        stays = sum(
+            p.nbytes for p in _persistent(self._model, [*optimizers.values()], self._device)
+        )
         if self._device.type == "cuda":
             held = torch.cuda.memory_allocated(self._device)
         else:
             held = stays + sum(cell.bytes for cell in self._saved.cells() if cell.holds())
-        return held > stays + (self._bytes - stays) // 2
+        share = _KNOWN_SHARE if self._driver.scripts else _UNKNOWN_SHARE
+        return held > stays + share * (self._bytes - stays)
 
     def _plan(self, observed: Observed) -> Plan:
         trace = observed.trace

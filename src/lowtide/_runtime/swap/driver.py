@@ -189,6 +189,10 @@ class Driver:
         self._script = None
         self._leave_states()
 
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped."""
+        return [*self._optimizers.values()]
+
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
         self._optimizers.clear()

@@ -15,6 +15,8 @@ import click
 
 from lowtide import __version__
 from lowtide._check import find_flaw
+from lowtide._cli.doctor import doctor_command
+from lowtide._cli.simulate import simulate_command
 from lowtide._errors import BadInput, LowtideError
 from lowtide._files import check_writable, write_whole
 from lowtide._ir import Trace
@@ -91,23 +93,48 @@ def trace_command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option(
+    "--budget",
+    help='What the device may hold: bytes ("16GiB"), a share of the plain peak ("0.5"), or "free": '
+    "as little as costs no time.",
+)
+@click.option(
     "--pool-only",
     is_flag=True,
-    help="Only lay memory out without fragments: nothing is swapped or recomputed.",
+    help="Only lay memory out without fragments: nothing is swapped.",
+)
+@click.option("--host-budget", help="The most main memory to pin for what is swapped.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where the file for what is swapped lies, if there is no GPU.",
 )
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run_command(pool_only: bool, script: Path, args: tuple[str, ...]) -> None:
-    """Train with SCRIPT, unchanged, in as few bytes as its steps need; ARGS go to it.
+def run_command(
+    budget: str | None,
+    pool_only: bool,
+    host_budget: str | None,
+    folder: Path | None,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Train with SCRIPT, unchanged, within a budget of bytes; ARGS go to it.
 
     What it does and prints, and its exit code, are its own. At the end a summary of the memory
     is added on the standard error.
     """
-    if not pool_only:
-        raise BadInput("lowtide run can so far only lay memory out: add --pool-only")
+    if pool_only == (budget is not None):
+        raise BadInput("give lowtide run either a --budget or --pool-only")
     from lowtide._runtime.run import run_script
 
-    run_script(script, args, tell=lambda text: click.echo(text, err=True))
+    run_script(
+        script,
+        args,
+        tell=lambda text: click.echo(text, err=True),
+        budget=budget,
+        host_budget=host_budget,
+        folder=folder,
+    )
 
 
 @cli.command()
@@ -333,3 +360,7 @@ def _print(summary: "Summary") -> None:
 
     console = Console()
     console.print(render_summary(summary, console.width))
+
+
+cli.add_command(doctor_command)
+cli.add_command(simulate_command)

@@ -14,7 +14,7 @@ from lowtide._ir import Link, Machine
 from lowtide._machine.cache import cache_folder
 from lowtide._machine.file import machine_document
 from lowtide._machine.link import seconds
-from lowtide._native import NoNative, _compiler
+from lowtide._native import NoNative, find_compiler
 from lowtide._units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def examine(*, again: bool) -> Findings:
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    compiler = _found_compiler()
+    compiler = _foundfind_compiler()
     return Findings(
         torch=torch.__version__,
         device=str(device),
@@ -80,8 +80,8 @@ def examine(*, again: bool) -> Findings:
     )
 
 
-def _found_compiler() -> str:
-    command = (_compiler() or "").split()
+def _foundfind_compiler() -> str:
+    command = (find_compiler() or "").split()
     return (shutil.which(command[0]) or "") if command else ""
 
 

@@ -39,6 +39,9 @@ _LATENCY_SECONDS = 5e-6  # of a copy on a link of which only the speed is given
     help="Keep the budget, whatever that costs, or the lowest peak that costs no time.",
 )
 @click.option("--machine", default="h200", show_default=True, help="A profile's name or a file.")
+@click.option(
+    "--traced-on", help="The machine that TRACE is from: its times are scaled to --machine."
+)
 @click.option("--link", help="Replace the machine's link by one of this speed each way: 25GB/s.")
 @click.option(
     "--reach",
@@ -56,6 +59,7 @@ def simulate_command(
     score: str,
     mode: str,
     machine: str,
+    traced_on: str | None,
     link: str | None,
     reach: str,
     sweep: bool,
@@ -63,11 +67,13 @@ def simulate_command(
 ) -> None:
     """Simulate the step in TRACE under a budget: what it would peak at, and how long it takes.
 
-    Needs no GPU: the step's ops take the time they were recorded with, and copies that of the
+    Needs no GPU: the step's ops take the time they were recorded with, or with --traced-on that
+    time scaled by what both machines can compute and move in a second; copies take that of the
     machine's link. Exit code 3: the budget cannot be met.
     """
     from lowtide._machine.find import find_machine
     from lowtide._machine.link import line
+    from lowtide._machine.roofline import scaled
     from lowtide._policy.candidates import Reach
 
     if sweep and budget is not None:
@@ -79,6 +85,13 @@ def simulate_command(
         each_way = line(_LATENCY_SECONDS, parse_rate(link))
         where = dataclasses.replace(where, out=each_way, back=each_way)
     step = load_trace(trace)
+    if traced_on is not None:
+        step = scaled(step, find_machine(traced_on), where)
+        click.echo(
+            f"lowtide: times are not measured but scaled from {traced_on} to {where.name}, "
+            "by a roofline of flops and bytes",
+            err=True,
+        )
     if sweep:
         _sweep(step, where, Reach(reach), as_json)
     else:
