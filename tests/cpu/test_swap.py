@@ -55,7 +55,7 @@ def _open_files() -> int:
 
 def modes(tide: Tide) -> list[Mode]:
     assert tide._budgeted is not None
-    return tide._budgeted._driver.modes
+    return list(tide._budgeted._driver.modes)
 
 
 def swaps(tide: Tide) -> int:

@@ -545,3 +545,16 @@ def test_simulate_sweeps(step: str) -> None:
 )
 def test_simulate_says_what_is_wrong(step: str, args: list[str]) -> None:
     assert isinstance(_run(step, *args).exception, BadInput)
+
+
+def test_the_best_score_is_no_worse_than_those_it_is_chosen_from() -> None:
+    trace = chain(6)
+    each = {
+        score: autoswap(
+            trace, machine(700.0), limit=3000, score=score, reach=Reach.ALL, smallest=1
+        ).seconds
+        for score in ("swdoa", "doa", "vote")
+    }
+    best = autoswap(trace, machine(700.0), limit=3000, reach=Reach.ALL, smallest=1)
+    assert best.seconds == min(each.values())
+    assert best.policy in {f"autoswap/{score}" for score in each}

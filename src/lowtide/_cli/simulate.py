@@ -27,9 +27,9 @@ _LATENCY_SECONDS = 5e-6  # of a copy on a link of which only the speed is given
 @click.option("--policy", default="autoswap", show_default=True, type=click.Choice(["autoswap"]))
 @click.option(
     "--score",
-    default="swdoa",
+    default="best",
     show_default=True,
-    help="What leaves first: doa, aoa, wdoa, swdoa, vote, bayes.",
+    help="What leaves first: doa, aoa, wdoa, swdoa, vote, bayes, or best of some of them.",
 )
 @click.option(
     "--mode",

@@ -35,6 +35,8 @@ from lowtide._policy.scores import Scores
 from lowtide._units import format_bytes
 
 SCORES = (*PLAIN_SCORES, "bayes")
+BEST = "best"  # of a few scores, whichever comes out best
+_TRIED = {"limit": ("swdoa", "doa", "vote"), "free": ("swdoa",)}
 FREE_RATIO = 1.005  # a step that takes no longer than this share of the plain one counts as free
 
 Scorer = Callable[[int], Scores | None]
@@ -54,7 +56,7 @@ def autoswap(
     machine: Machine,
     *,
     limit: int | None,
-    score: str = "swdoa",
+    score: str = BEST,
     mode: Literal["limit", "free"] = "limit",
     host_budget: int | None = None,
     reach: Reach = Reach.RUNTIME,
@@ -68,8 +70,8 @@ def autoswap(
     only says below which peak there is no need to go. At most `host_budget` bytes are away at once.
     `positions` are those at which the runtime can act, `held` and `reach` what it can move.
     """
-    if score not in SCORES:
-        raise BadInput(f"no score is called {score!r}: known are {', '.join(SCORES)}")
+    if score not in (*SCORES, BEST):
+        raise BadInput(f"no score is called {score!r}: known are {', '.join(SCORES)}, {BEST}")
     if mode not in ("limit", "free"):
         raise BadInput(f"no mode is called {mode!r}: known are limit, free")
     if mode == "limit" and limit is None:
@@ -83,14 +85,23 @@ def autoswap(
         host_budget=host_budget,
         smallest=smallest,
     )
-    if mode == "free":
-        trial = _lowest_free(problem, score, limit or 0)
-        if limit is not None and trial.outcome.peak_bytes > limit:
-            peak_op = OpIndex(trial.outcome.peak_op)
-            raise _cannot(problem, limit, trial.outcome.peak_bytes, peak_op, " without waiting")
-    else:
-        assert limit is not None
-        trial = _fastest_within(problem, score, limit)
+    found: list[tuple[str, Trial]] = []
+    refusals = []
+    for name in _TRIED[mode] if score == BEST else (score,):
+        try:
+            found.append((name, _planned(problem, name, mode, limit)))
+        except CannotFit as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.smallest_bytes)
+    score, trial = min(
+        found,
+        key=lambda named: (
+            (named[1].outcome.seconds, named[1].outcome.peak_bytes)
+            if mode == "limit"
+            else (named[1].outcome.peak_bytes, named[1].outcome.seconds)
+        ),
+    )
     return Plan(
         swaps=trial.swaps,
         peak_bytes=trial.outcome.peak_bytes,
@@ -100,6 +111,17 @@ def autoswap(
         policy=f"autoswap/{score}",
         machine=machine.name,
     )
+
+
+def _planned(problem: Problem, score: str, mode: str, limit: int | None) -> Trial:
+    if mode == "limit":
+        assert limit is not None
+        return _fastest_within(problem, score, limit)
+    trial = _lowest_free(problem, score, limit or 0)
+    if limit is not None and trial.outcome.peak_bytes > limit:
+        peak_op = OpIndex(trial.outcome.peak_op)
+        raise _cannot(problem, limit, trial.outcome.peak_bytes, peak_op, " without waiting")
+    return trial
 
 
 def _scorer(problem: Problem, name: str, limit: int) -> Scorer:

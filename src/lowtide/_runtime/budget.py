@@ -48,7 +48,6 @@ class Budgeted:
         host_budget: str | int | None,
         folder: Path | None,
         machine: Machine | None,
-        score: str,
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         tell: Callable[[str], None],
@@ -61,7 +60,6 @@ class Budgeted:
         self._host_budget = None if host_budget is None else parse_bytes(str(host_budget), 1)
         self._folder = folder
         self._machine = machine
-        self._score = score
         self._tell = tell
         self._model = model
         self._given = optimizers
@@ -72,6 +70,7 @@ class Budgeted:
         self._known: set[int] = set()  # optimizers whose state is watched
         self._undo = undo
         self._measured_peak = 0
+        self._follows_plan = False
         undo.callback(self._close)
         undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
@@ -80,13 +79,13 @@ class Budgeted:
 
     def mark(self) -> None:
         """A step is over."""
-        if self._device is not None and self._device.type == "cuda":
-            if self._driver.modes and self._driver.modes[-1] == "planned":
-                peak = torch.cuda.max_memory_allocated(self._device)
-                self._measured_peak = max(self._measured_peak, peak)
-            else:
-                torch.cuda.reset_peak_memory_stats(self._device)
+        on_cuda = self._device is not None and self._device.type == "cuda"
+        if on_cuda and self._follows_plan:
+            self._measured_peak = torch.cuda.max_memory_allocated(self._device)
         self._driver.mark()
+        if on_cuda and self._driver.scripts and not self._follows_plan:
+            self._follows_plan = True  # once: the peak of the steps before is not the plan's
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def summary(self) -> SwapSummary:
         """What was planned and what was seen."""
@@ -95,7 +94,7 @@ class Budgeted:
         seconds = sorted(script.seconds) if script is not None else []
         return SwapSummary(
             budget_bytes=self._bytes,
-            steps=modes_in_words(self._driver.modes),
+            steps=modes_in_words(self._driver.steps),
             plan=script.plan if script is not None else None,
             swapped_bytes=script.swapped_bytes if script is not None else 0,
             measured_peak_bytes=self._measured_peak,
@@ -187,7 +186,6 @@ class Budgeted:
             self._machine,
             limit=None if free else self._bytes,
             mode="free" if free else "limit",
-            score=self._score,
             host_budget=host,
             reach=Reach.RUNTIME,
             held=observed.held,

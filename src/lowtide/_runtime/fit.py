@@ -118,7 +118,6 @@ class Tide:
                     host_budget=self._host_budget,
                     folder=self._folder,
                     machine=None,
-                    score="swdoa",
                     model=self._model,
                     optimizers=self._optimizers,
                     tell=self._tell,

@@ -7,7 +7,8 @@ nothing is lost.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 
@@ -41,6 +42,7 @@ from lowtide._runtime.swap.tier import Tier
 
 _MOST_SCRIPTS = 8
 _MOST_FOLLOWED = 64
+_MOST_MODES = 1000
 _NEVER = 1 << 62
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
 
@@ -81,7 +83,8 @@ class Driver:
         self._states: list[StateCell] = []
         self._pieces: dict[int, list[Piece]] = {}  # of each optimizer
         self._parted = ExitStack()  # an optimizer that has only some of its parameters
-        self.modes: list[Mode] = []  # of each step so far
+        self.steps: Counter[Mode] = Counter()  # so far
+        self.modes: deque[Mode] = deque(maxlen=_MOST_MODES)  # of the last ones
         self._mode = Mode.CRUDE
         self._codes: list[int] = []
         self._last: list[Codes] = []  # the last three steps
@@ -162,7 +165,6 @@ class Driver:
     def mark(self) -> None:
         """The step is over."""
         now = time.perf_counter()
-        self.modes.append(self._mode)
         self._last = [*self._last[-2:], tuple(self._codes)]
         if self._observer is not None:
             try:
@@ -176,7 +178,7 @@ class Driver:
             if len(self._codes) == len(self._script.codes):
                 self._script.seconds.append(now - self._began)
             else:
-                self.modes[-1] = Mode.DEPARTED
+                self._mode = Mode.DEPARTED
         self._begin()
 
     def stop(self) -> None:
@@ -203,6 +205,8 @@ class Driver:
     # One step.
 
     def _begin(self) -> None:
+        self.modes.append(self._mode)
+        self.steps[self._mode] += 1
         self._before += self._packs
         self._packs = 0
         self._codes = []
@@ -218,11 +222,11 @@ class Driver:
         unknown = self._script is None or self.modes[-1] is Mode.DEPARTED
         if expected is not None:
             unknown = known is None
-        if unknown and len(self.modes) >= self._next_trace and self._can_trace():
+        if unknown and self.steps.total() >= self._next_trace and self._can_trace():
             self._mode = Mode.TRACED
             self._observer = Observer()
             self._observer.begin()
-            self._next_trace = len(self.modes) + self._patience
+            self._next_trace = self.steps.total() + self._patience
             self._patience *= 2
         self._began = time.perf_counter()
         self._event(BEGIN)
@@ -381,6 +385,6 @@ class Driver:
         return number
 
 
-def modes_in_words(modes: Sequence[Mode]) -> str:
+def modes_in_words(steps: Mapping[Mode, int]) -> str:
     """For example "1 crude, 1 traced, 18 planned"."""
-    return ", ".join(f"{modes.count(mode)} {mode}" for mode in Mode if mode in modes)
+    return ", ".join(f"{steps[mode]} {mode}" for mode in Mode if steps[mode])

@@ -6,6 +6,7 @@ one that was planned, and a position: the number of ops that had started in the 
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,6 +20,7 @@ BEGIN = -1  # the code of a step's first event
 ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was saved
 STEPPING = -(1 << 61)  # an optimizer is about to step: plus its number
 _LAYOUT_SECONDS = 1.0
+_MOST_SECONDS = 100
 
 
 class Act(IntEnum):
@@ -60,7 +62,9 @@ class Script:
     below_bytes: int  # the tier needs them at once
     swapped_bytes: int  # that leave in a step
     plan: Plan
-    seconds: list[float] = field(default_factory=list)  # of the steps that followed it
+    seconds: deque[float] = field(  # of the last steps that followed it
+        default_factory=lambda: deque(maxlen=_MOST_SECONDS)
+    )
 
 
 def write_script(observed: Observed, plan: Plan) -> Script:
