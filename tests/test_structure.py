@@ -40,6 +40,7 @@ USES_TORCH = (
             "driver",
             "file_tier",
             "observe",
+            "optimizers",
             "pieces",
             "pinned_tier",
             "quiet",

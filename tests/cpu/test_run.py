@@ -93,7 +93,7 @@ def test_a_script_runs_within_a_budget(tmp_path: Path) -> None:
     ).stdout
     code, out, err = run(script, flags=("--budget", "0.7", "--folder", str(tmp_path)))
     assert (code, out) == (0, plain), err
-    assert "1 crude, 1 traced, 6 planned" in err
+    assert "2 crude, 1 traced, 5 planned" in err
     assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
     code, out, err = run(script, flags=("--budget", "1MiB"))
     assert (code, out) == (2, "")

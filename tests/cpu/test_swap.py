@@ -146,7 +146,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def states_away(tide: Tide) -> list[Any]:
     assert tide._budgeted is not None
-    return [s for s in tide._budgeted._driver._states if s.state is State.AWAY]
+    return [s for s in tide._budgeted._driver.optimizers.cells if s.state is State.AWAY]
 
 
 @pytest.mark.usefixtures("moved")
@@ -221,6 +221,32 @@ def test_state_can_be_looked_at_saved_and_loaded_while_it_is_away() -> None:
     assert same(ours, plain)
     assert len(found) == len(expected) > 20
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("moved")
+def test_parameters_may_be_added_and_optimizers_made_anew() -> None:
+    def run(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(1)
+        for i in range(24):
+            if i == 8:
+                extra = nn.Linear(64, 64)
+                net.layers.append(extra)
+                optimizer.add_param_group({"params": [*extra.parameters()], "lr": 0.03})
+            if i >= 16:
+                state = optimizer.state_dict()
+                groups = [{**group, "params": group["params"]} for group in optimizer.param_groups]
+                optimizer = torch.optim.AdamW(groups, lr=0.01)
+                optimizer.load_state_dict(state)
+            train(net, optimizer, 1)
+
+    plain, optimizer = make()
+    run(plain, optimizer)
+    net, optimizer = make()
+    with lowtide.fit(net, budget=0.5) as tide:
+        run(net, optimizer)
+    assert same(net, plain)
+    assert modes(tide)[7] is Mode.PLANNED
+    assert modes(tide)[15] is Mode.PLANNED, tide.summary()
 
 
 @pytest.mark.usefixtures("moved")
@@ -377,6 +403,6 @@ def test_a_roomy_budget_moves_nothing() -> None:
     with lowtide.fit(net, optimizer, budget="1GiB") as tide:
         train(net, optimizer, 4)
     assert not swaps(tide)
-    assert re.search(r"1 crude, 1 traced, 2 planned", tide.summary())
+    assert re.search(r"2 crude, 1 traced, 1 planned", tide.summary())
     assert tide._budgeted is not None
     assert tide._budgeted._model is None  # whoever keeps the summary keeps no model

@@ -25,6 +25,7 @@ from lowtide._policy.candidates import Reach
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.swap.driver import Driver, modes_in_words
 from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.saved import Saved
 from lowtide._runtime.swap.script import Observed
@@ -138,10 +139,9 @@ class Budgeted:
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""
         driver, undo = self._driver, self._undo
-        undo.callback(optimizer.register_state_dict_pre_hook(driver.needed).remove)
-        undo.callback(
-            optimizer.register_load_state_dict_pre_hook(lambda o, _: driver.needed(o)).remove
-        )
+        need = driver.optimizers.need
+        undo.callback(optimizer.register_state_dict_pre_hook(need).remove)
+        undo.callback(optimizer.register_load_state_dict_pre_hook(lambda o, _: need(o)).remove)
         undo.callback(
             optimizer.register_load_state_dict_post_hook(lambda _: driver.reloaded()).remove
         )
@@ -157,7 +157,7 @@ class Budgeted:
         """
         if self._bytes is None or self._device is None or self._budget == FREE:
             return False
-        optimizers = {id(o): o for o in (*self._given, *self._driver.optimizers())}
+        optimizers = {id(o): o for o in (*self._given, *self._driver.optimizers.all())}
         stays = sum(
             p.nbytes for p in _persistent(self._model, [*optimizers.values()], self._device)
         )
@@ -170,6 +170,8 @@ class Budgeted:
 
     def _plan(self, observed: Observed) -> Plan:
         trace = observed.trace
+        if observed.asked:
+            trace = paced(trace, observed.positions, observed.asked)
         plain = find_peak(trace).bytes
         free = self._budget == FREE
         self._bytes = plain if free else parse_bytes(str(self._budget), plain)

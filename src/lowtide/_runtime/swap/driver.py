@@ -9,7 +9,7 @@ nothing is lost.
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 from enum import StrEnum
 
 import torch
@@ -18,26 +18,18 @@ from torch.optim import Optimizer
 from lowtide._ir import Plan
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.observe import Observer
-from lowtide._runtime.swap.pieces import (
-    MOST_PIECES,
-    Piece,
-    can_be_parted,
-    only,
-    pieces_of,
-    step_once,
-)
+from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import (
     ASKED,
     BEGIN,
-    STEPPING,
     Act,
     Action,
     Observed,
     Script,
     write_script,
 )
-from lowtide._runtime.swap.states import StateCell, state_tensors
+from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
 
 _MOST_SCRIPTS = 8
@@ -73,16 +65,11 @@ class Driver:
         self._tier = tier
         self._make_plan = plan
         self._short = short
-        self._smallest = smallest
-        self._piece_bytes = piece_bytes
         self.scripts: list[Script] = []
         self._script: Script | None = None
         self._moved: frozenset[int] = frozenset()  # saves that some script moves
         self._observer: Observer | None = None
-        self._optimizers: dict[int, Optimizer] = {}
-        self._states: list[StateCell] = []
-        self._pieces: dict[int, list[Piece]] = {}  # of each optimizer
-        self._parted = ExitStack()  # an optimizer that has only some of its parameters
+        self.optimizers = Optimizers(tier, self._event, smallest, piece_bytes)
         self.steps: Counter[Mode] = Counter()  # so far
         self.modes: deque[Mode] = deque(maxlen=_MOST_MODES)  # of the last ones
         self._mode = Mode.CRUDE
@@ -94,8 +81,10 @@ class Driver:
         self._wanted: dict[int, Cell] = {}  # by the save, those that the script moves
         self._late: list[Action] = []  # what could not be done in its time
         self._crude: list[Cell] = []
+        self._asked: list[float] = []  # when each event of an ordinary step came
+        self._ordinary: tuple[Codes, tuple[float, ...]] = (), ()  # the last such step
         self._began = time.perf_counter()
-        self._next_trace = 1  # after that many steps
+        self._next_trace = 2  # after that many steps: the first one is slow
         self._patience = _PATIENCE
 
     # What the hooks tell.
@@ -121,46 +110,23 @@ class Driver:
         if self._observer is not None:
             self._observer.unpacking(handle)
 
-    def stepping(self, optimizer: Optimizer, args: Sequence[object] = ()) -> None:
-        """An optimizer is about to step, or its step is done here but for the last piece."""
-        self.stepped_whole()
-        number = self._number(optimizer)
+    def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
+        """An optimizer is about to step."""
         if self._observer is not None:
             self._observer.stepping(optimizer)
-        pieces = self._pieces.get(number)
-        if pieces is None and optimizer.state:
-            pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
-        if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
-            self._event(STEPPING + number * MOST_PIECES)
-            self.needed(optimizer)
-            return
-        for i, piece in enumerate(pieces):
-            self._event(STEPPING + number * MOST_PIECES + i)
-            for state in self._states_of(number):
-                if state.piece == i:
-                    state.have()
-            with ExitStack() as undo:
-                undo.enter_context(only(optimizer, piece))
-                if i + 1 < len(pieces):
-                    step_once(optimizer)
-                else:
-                    self._parted = undo.pop_all()  # PyTorch goes on with the last one
-
-    def stepped_whole(self) -> None:
-        """The last piece is done, or failed: the optimizer has all its parameters again."""
-        self._parted.close()
+        if not self.optimizers.step(optimizer, args):
+            self._unlearn()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
-        self.stepped_whole()
+        self.optimizers.restore()
         if self._observer is not None:
             self._observer.stepped(optimizer)
 
-    def needed(self, optimizer: Optimizer) -> None:
-        """Somebody looks at all of an optimizer's state, or replaces it: have it on the device."""
-        self.stepped_whole()
-        for state in self._states_of(self._number(optimizer)):
-            state.have()
+    def reloaded(self) -> None:
+        """An optimizer's state was replaced: those are other tensors, perhaps of other sizes."""
+        if not self.optimizers.admit_again():
+            self._unlearn()
 
     def mark(self) -> None:
         """The step is over."""
@@ -173,6 +139,8 @@ class Driver:
                 self._next_trace = _NEVER
                 self._begin()
                 raise
+        elif self._mode is Mode.CRUDE:
+            self._ordinary = self._last[-1], (*self._asked, now - self._began)
         elif self._mode is Mode.PLANNED:
             assert self._script is not None
             if len(self._codes) == len(self._script.codes):
@@ -183,22 +151,17 @@ class Driver:
 
     def stop(self) -> None:
         """Optimizer state back on the device, nothing recorded or planned any more."""
-        self.stepped_whole()
+        self.optimizers.restore()
         if self._observer is not None:
             self._observer.stop()
             self._observer = None
         self._mode = Mode.CRUDE
         self._script = None
-        self._leave_states()
-
-    def optimizers(self) -> list[Optimizer]:
-        """Those that have stepped."""
-        return [*self._optimizers.values()]
+        self.optimizers.leave()
 
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
-        self._optimizers.clear()
-        self._pieces.clear()
+        self.optimizers.forget()
         self._wanted.clear()
         self._crude.clear()
 
@@ -210,6 +173,7 @@ class Driver:
         self._before += self._packs
         self._packs = 0
         self._codes = []
+        self._asked = []
         self._wanted.clear()
         self._late.clear()
         self._crude = [cell for cell in self._crude if cell.handles]
@@ -259,11 +223,15 @@ class Driver:
             return
         if self._observer is not None:
             self._observer.event(code)
+        elif self._mode is Mode.CRUDE:
+            self._asked.append(time.perf_counter() - self._began)
         if self._crude and self._short():
+            self._ordinary = (), ()
+            self._asked.clear()
             self._relieve()
 
     def _do(self, action: Action) -> None:
-        cell = self._states[-1 - action.who] if action.who < 0 else self._wanted.get(action.who)
+        cell = self._cell(action.who)
         if cell is None:
             return
         if action.act is Act.LEAVE:
@@ -278,6 +246,12 @@ class Driver:
                 self._late.append(action)
         else:
             cell.fetch()
+
+    def _cell(self, who: int) -> Cell | None:
+        if who >= 0:
+            return self._wanted.get(who)
+        cells = self.optimizers.cells
+        return cells[-1 - who] if -1 - who < len(cells) else None
 
     def _try_late(self) -> None:
         actions, self._late = self._late, []
@@ -318,15 +292,18 @@ class Driver:
     def _learn(self) -> None:
         observer, self._observer = self._observer, None
         assert observer is not None
-        self._leave_states()
-        tensors = self._state_tensors()
+        self.optimizers.leave()
+        tensors = self.optimizers.movable()
         observed = observer.finish([tensor for tensor, _, _ in tensors])
         known = [script for script in self.scripts if script.codes == observed.codes]
         if known:
             self._script = known[0]
-            self._admit_states(tensors)
+            self.optimizers.admit(tensors)
             return
         self._script = None
+        codes, asked = self._ordinary
+        if codes == observed.codes and len(asked) == len(codes) + 1:
+            observed = replace(observed, asked=asked)
         script = write_script(observed, self._make_plan(observed))
         self.scripts.append(script)
         self._script = script
@@ -334,55 +311,13 @@ class Driver:
         tier = self._tier(torch.device(observed.trace.device))
         if tier is not None:
             tier.prepare(max(other.below_bytes for other in self.scripts))
-        self._admit_states(tensors)
+        self.optimizers.admit(tensors)
 
-    def _admit_states(self, tensors: list[tuple[torch.Tensor, int, int]]) -> None:
-        for tensor, owner, piece in tensors:
-            tier = self._tier(tensor.device)
-            assert tier is not None
-            self._states.append(StateCell(tensor, tier, owner, piece))
-
-    def reloaded(self) -> None:
-        """An optimizer's state was replaced: those are other tensors, perhaps of other sizes."""
-        before = [(state.bytes, state.owner, state.piece) for state in self._states]
-        self._leave_states()
-        found = self._state_tensors()
-        if [(t.untyped_storage().nbytes(), owner, piece) for t, owner, piece in found] == before:
-            self._admit_states(found)
-        else:
-            self.scripts, self._script, self._moved = [], None, frozenset()
-            self._pieces.clear()
-
-    def _state_tensors(self) -> list[tuple[torch.Tensor, int, int]]:
-        """What could move, with the number of its optimizer and of its piece."""
-        found = []
-        for number, optimizer in self._optimizers.items():
-            piece_of = {
-                id(parameter): i
-                for i, piece in enumerate(self._pieces.get(number, ()))
-                for group in piece
-                for parameter in group
-            }
-            for parameter, tensor in state_tensors(optimizer, self._smallest):
-                if self._tier(tensor.device) is not None:
-                    found.append((tensor, number, piece_of.get(id(parameter), 0)))
-        return found
-
-    def _states_of(self, number: int) -> list[StateCell]:
-        return [state for state in self._states if state.owner == number]
-
-    def _leave_states(self) -> None:
-        for state in self._states:
-            state.drop()
-        self._states = []
-
-    def _number(self, optimizer: Optimizer) -> int:
-        for number, known in self._optimizers.items():
-            if known is optimizer:
-                return number
-        number = len(self._optimizers)
-        self._optimizers[number] = optimizer
-        return number
+    def _unlearn(self) -> None:
+        """What was planned is about other tensors."""
+        self.scripts, self._script, self._moved = [], None, frozenset()
+        if self._mode is Mode.PLANNED:
+            self._mode = Mode.DEPARTED
 
 
 def modes_in_words(steps: Mapping[Mode, int]) -> str:

@@ -74,6 +74,18 @@ def pieces_of(optimizer: Optimizer, piece_bytes: int) -> list[Piece]:
     return pieces
 
 
+def covers(pieces: Sequence[Piece], optimizer: Optimizer) -> bool:
+    """Whether the pieces are made of just the parameters that it has now."""
+    groups = optimizer.param_groups
+    if any(len(piece) != len(groups) for piece in pieces):
+        return False
+    return all(
+        [id(parameter) for piece in pieces for parameter in piece[number]]
+        == [id(parameter) for parameter in group["params"]]
+        for number, group in enumerate(groups)
+    )
+
+
 @contextmanager
 def only(optimizer: Optimizer, piece: Piece) -> Iterator[None]:
     """As if it had no other parameters."""

@@ -50,6 +50,7 @@ class Observed:
     saves: Mapping[ValueId, int]  # the number of the first save
     states: Mapping[ValueId, int]
     held: Mapping[ValueId, OpIndex]  # from which position nobody else refers to it
+    asked: tuple[float, ...] = ()  # when each event, and the end, came in an ordinary step
 
 
 @dataclass(slots=True)

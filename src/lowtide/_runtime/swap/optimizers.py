@@ -1,0 +1,147 @@
+"""The optimizers of a loop: their state, which comes and goes, and their steps, done in pieces."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch.optim import Optimizer
+
+from lowtide._runtime.swap.pieces import (
+    MOST_PIECES,
+    Piece,
+    can_be_parted,
+    covers,
+    only,
+    pieces_of,
+    step_once,
+)
+from lowtide._runtime.swap.script import STEPPING
+from lowtide._runtime.swap.states import StateCell, state_tensors
+from lowtide._runtime.swap.tier import Tier
+
+Movable = tuple[torch.Tensor, int, int]  # a tensor, the number of its optimizer, and of its piece
+
+
+class Optimizers:
+    """Known by what they train: some loops make a new optimizer for every step."""
+
+    def __init__(
+        self,
+        tier: Callable[[torch.device], Tier | None],
+        event: Callable[[int], None],
+        smallest: int,
+        piece_bytes: int,
+    ) -> None:
+        self._tier = tier
+        self._event = event
+        self._smallest = smallest
+        self._piece_bytes = piece_bytes
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, weakref.ref[Optimizer]] = {}
+        self._pieces: dict[int, list[Piece]] = {}
+        self._parted = ExitStack()  # one that has only some of its parameters
+        self.cells: list[StateCell] = []
+
+    def step(self, optimizer: Optimizer, args: Sequence[object]) -> bool:
+        """It is about to step: have its state, or do its step here but for the last piece.
+
+        False: its parameters are not those of before, so plans are of no use any more.
+        """
+        self.restore()
+        number = self._number(optimizer)
+        pieces = self._pieces.get(number)
+        same = pieces is None or covers(pieces, optimizer)
+        if not same:
+            self.leave()
+        if (pieces is None or not same) and optimizer.state:
+            pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
+        if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
+            self._event(STEPPING + number * MOST_PIECES)
+            self.need(optimizer)
+            return same
+        for i, piece in enumerate(pieces):
+            self._event(STEPPING + number * MOST_PIECES + i)
+            for cell in self._of(number):
+                if cell.piece == i:
+                    cell.have()
+            with ExitStack() as undo:
+                undo.enter_context(only(optimizer, piece))
+                if i + 1 < len(pieces):
+                    step_once(optimizer)
+                else:
+                    self._parted = undo.pop_all()  # PyTorch goes on with the last one
+        return same
+
+    def restore(self) -> None:
+        """The last piece is done, or failed: the optimizer has all its parameters again."""
+        self._parted.close()
+
+    def need(self, optimizer: Optimizer) -> None:
+        """Somebody looks at all of its state, or replaces it: have it on the device."""
+        self.restore()
+        for cell in self._of(self._number(optimizer)):
+            cell.have()
+
+    def all(self) -> list[Optimizer]:
+        """Those that have stepped and are still there."""
+        return [optimizer for known in self._known.values() if (optimizer := known()) is not None]
+
+    def movable(self) -> list[Movable]:
+        """The state that could move."""
+        found = []
+        for number, known in self._known.items():
+            optimizer = known()
+            if optimizer is None:
+                continue
+            piece_of = {
+                id(parameter): i
+                for i, piece in enumerate(self._pieces.get(number, ()))
+                for group in piece
+                for parameter in group
+            }
+            for parameter, tensor in state_tensors(optimizer, self._smallest):
+                if self._tier(tensor.device) is not None:
+                    found.append((tensor, number, piece_of.get(id(parameter), 0)))
+        return found
+
+    def admit(self, tensors: Sequence[Movable]) -> None:
+        """A cell for each."""
+        for tensor, owner, piece in tensors:
+            tier = self._tier(tensor.device)
+            assert tier is not None
+            self.cells.append(StateCell(tensor, tier, owner, piece))
+
+    def admit_again(self) -> bool:
+        """State was replaced. False: it is not like that of before."""
+        before = [(cell.bytes, cell.owner, cell.piece) for cell in self.cells]
+        self.leave()
+        found = self.movable()
+        if [(t.untyped_storage().nbytes(), owner, piece) for t, owner, piece in found] != before:
+            return False
+        self.admit(found)
+        return True
+
+    def leave(self) -> None:
+        """All state back on the device, and no cells."""
+        cells, self.cells = self.cells, []
+        for cell in cells:
+            cell.drop()
+
+    def forget(self) -> None:
+        """Refer to none any more."""
+        self.restore()
+        self._known.clear()
+        self._pieces.clear()
+
+    def _of(self, number: int) -> list[StateCell]:
+        return [cell for cell in self.cells if cell.owner == number]
+
+    def _number(self, optimizer: Optimizer) -> int:
+        for number, known in self._known.items():
+            if known() is optimizer:
+                return number
+        trained = tuple(id(p) for group in optimizer.param_groups for p in group["params"][:1])
+        number = self._numbers.setdefault(trained, len(self._numbers))
+        self._known[number] = weakref.ref(optimizer)
+        return number
