@@ -62,7 +62,7 @@ def test_bad_arguments_are_one_line() -> None:
     for wrong in (model, [model], 3):
         with pytest.raises(lowtide.BadInput, match=r"optimizer is a .*: give a torch optimizer"):
             lowtide.fit(model, wrong)  # type: ignore[arg-type]
-    with pytest.raises(lowtide.BadInput, match="pool=False leaves nothing to do"):
+    with pytest.raises(lowtide.BadInput, match="pool=False and no budget leave nothing to do"):
         lowtide.fit(model, optimizer, pool=False)
     with lowtide.fit(model, optimizer) as tide, pytest.raises(lowtide.BadInput, match="entered"):
         tide.__enter__()

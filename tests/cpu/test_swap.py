@@ -2,65 +2,28 @@
 
 import copy
 import errno
-import gc
-import os
 import re
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
-from moving import everything
+from moving import Net, everything, make, modes, same, states_away, swaps, train
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from zoo import ZOO
 
 import lowtide
-from lowtide._ir import Machine
-from lowtide._machine.link import line
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import file_tier
-from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import _write
 
-Step = Callable[[], object]
+pytestmark = pytest.mark.usefixtures("small")
+
 NOTHING_TO_MOVE = (
     *("checkpointing", "reentrant_checkpointing"),  # the scripts have hooks of their own
     "sparse_embedding",  # nothing is idle that is worth a file
 )
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything is worth moving, and the machine is always the same."""
-    monkeypatch.setattr(budgeting, "_SMALLEST", 256)
-    monkeypatch.setattr(budgeting, "_PIECE", 4096)
-    link = line(1e-6, 1e9)
-    here = Machine("test", 1 << 40, 1 << 40, link, link)
-    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: here)
-    before = _open_files()
-    yield
-    gc.collect()
-    assert _open_files() == before
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not _global_optimizer_post_hooks and not _global_optimizer_pre_hooks
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def modes(tide: Tide) -> list[Mode]:
-    assert tide._budgeted is not None
-    return list(tide._budgeted._driver.modes)
-
-
-def swaps(tide: Tide) -> int:
-    assert tide._budgeted is not None
-    return sum(len(script.plan.swaps) for script in tide._budgeted._driver.scripts)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -89,64 +52,6 @@ def test_the_zoo_trains_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) 
         return  # no optimizer steps, so no step is seen
     assert Mode.PLANNED in modes(tide), tide.summary()
     assert swaps(tide) or name in NOTHING_TO_MOVE, tide.summary()
-
-
-class Net(nn.Module):
-    """A few layers that save something each."""
-
-    def __init__(self, width: int = 64, depth: int = 5) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + nn.functional.gelu(layer(x))
-        return x
-
-
-def make(kind: str = "adamw") -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    net = Net()
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(net.parameters(), lr=0.01),
-        "fused": lambda: torch.optim.AdamW(net.parameters(), lr=0.01, fused=True),
-        "foreach": lambda: torch.optim.Adam(net.parameters(), foreach=True, amsgrad=True),
-        "momentum": lambda: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-        "groups": lambda: torch.optim.AdamW(
-            [
-                {"params": [*net.layers[:2].parameters()], "lr": 0.1},
-                {"params": [*net.layers[2:].parameters()], "weight_decay": 0.5},
-            ],
-            lr=0.01,
-        ),
-    }
-    return net, makers[kind]()
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: int = 32) -> None:
-    for _ in range(steps):
-        loss = net(torch.randn(batch, 64)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(
-        torch.equal(a, b)
-        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    )
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that can move does."""
-    monkeypatch.setattr(budgeting, "autoswap", everything)
-
-
-def states_away(tide: Tide) -> list[Any]:
-    assert tide._budgeted is not None
-    return [s for s in tide._budgeted._driver.optimizers.cells if s.state is State.AWAY]
 
 
 @pytest.mark.usefixtures("moved")

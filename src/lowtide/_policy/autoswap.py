@@ -10,7 +10,7 @@ that follows, neither of which the published code knew. Known to be imperfect: t
 greedy and sees the link only through DOA and AOA; nothing is ever recomputed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -61,6 +61,7 @@ def autoswap(
     host_budget: int | None = None,
     reach: Reach = Reach.RUNTIME,
     held: Mapping[ValueId, OpIndex] | None = None,
+    movable: Container[ValueId] | None = None,
     positions: Sequence[int] | None = None,
     smallest: int = 1 << 20,
 ) -> Plan:
@@ -68,7 +69,8 @@ def autoswap(
 
     In mode "free" compute never waits and the peak is the lowest that can be had so; a limit
     only says below which peak there is no need to go. At most `host_budget` bytes are away at once.
-    `positions` are those at which the runtime can act, `held` and `reach` what it can move.
+    `positions` are those at which the runtime can act; `held`, `movable` and `reach` say what it
+    can move.
     """
     if score not in (*SCORES, BEST):
         raise BadInput(f"no score is called {score!r}: known are {', '.join(SCORES)}, {BEST}")
@@ -81,6 +83,7 @@ def autoswap(
         machine,
         reach=reach,
         held=held,
+        movable=movable,
         positions=positions,
         host_budget=host_budget,
         smallest=smallest,

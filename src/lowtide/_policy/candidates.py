@@ -5,7 +5,7 @@ across the step's end, because lowering one peak uncovers the next.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -49,24 +49,28 @@ def candidates(
     smallest: int = 1 << 20,
     reach: Reach = Reach.ALL,
     held: Mapping[ValueId, OpIndex] | None = None,
+    movable: Container[ValueId] | None = None,
 ) -> list[Candidate]:
     """The gaps of values of at least `smallest` bytes on the trace's device.
 
     `held` says of a saved value up to which position something else, Python mostly, refers to it
     and so keeps it here; of those not in it, all the time. None: nothing is known to be held.
+    Values not in `movable` stay; None: all may move.
     """
     found = []
     for gap in _sound_gaps(trace):
         value = trace.values[gap.value]
         if value.device != trace.device or value.bytes < max(smallest, 1):
             continue
-        if reach is Reach.ALL:
-            movable: tuple[int, int] | None = (gap.after + 1, gap.until)
-        else:
-            movable = _runtime_stretch(trace, gap)
-        if movable is None:
+        if movable is not None and gap.value not in movable:
             continue
-        opens, until = movable
+        if reach is Reach.ALL:
+            stretch: tuple[int, int] | None = (gap.after + 1, gap.until)
+        else:
+            stretch = _runtime_stretch(trace, gap)
+        if stretch is None:
+            continue
+        opens, until = stretch
         earliest = opens
         if held is not None and not gap.crosses_step:
             earliest = max(opens, held.get(gap.value, OpIndex(until)))

@@ -1,6 +1,6 @@
 """What a policy that swaps works on, and one plan for one limit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,7 @@ def make_problem(
     *,
     reach: Reach,
     held: Mapping[ValueId, OpIndex] | None,
+    movable: Container[ValueId] | None,
     positions: Sequence[int] | None,
     host_budget: int | None,
     smallest: int,
@@ -59,7 +60,7 @@ def make_problem(
     """All that does not depend on the limit, worked out once."""
     ground = prepare(trace, machine)
     clock = make_clock(trace)
-    idle = candidates(trace, smallest=smallest, reach=reach, held=held)
+    idle = candidates(trace, smallest=smallest, reach=reach, held=held, movable=movable)
     found = tuple(make_grid(trace, positions).fit(idle))
     return Problem(
         trace,

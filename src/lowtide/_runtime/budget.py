@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -68,11 +69,12 @@ class Budgeted:
         self._tiers: dict[torch.device, Tier] = {}
         self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
         self._saved = Saved(self._tier, self._driver, _SMALLEST)
-        self._known: set[int] = set()  # optimizers whose state is watched
-        self._undo = undo
+        self._known: WeakSet[Optimizer] = WeakSet()  # those whose state is watched
+        self._undo = ExitStack()
         self._measured_peak = 0
         self._follows_plan = False
         undo.callback(self._close)
+        undo.callback(self._undo.close)
         undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
         if not self._saved.install(undo):
@@ -83,7 +85,8 @@ class Budgeted:
         on_cuda = self._device is not None and self._device.type == "cuda"
         if on_cuda and self._follows_plan:
             self._measured_peak = torch.cuda.max_memory_allocated(self._device)
-        self._driver.mark()
+        with self._saved.inside():
+            self._driver.mark()
         if on_cuda and self._driver.scripts and not self._follows_plan:
             self._follows_plan = True  # once: the peak of the steps before is not the plan's
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -104,13 +107,19 @@ class Budgeted:
         )
 
     def _close(self) -> None:
-        self._driver.stop()
-        for cell in self._saved.cells():
-            cell.have()
-        for tier in self._tiers.values():
-            tier.close()
-        self._model, self._given = None, ()  # whoever keeps the summary keeps no model
-        self._driver.forget()
+        failures: list[Exception] = []
+        with self._saved.inside():
+            for come_back in (self._driver.stop, *(cell.have for cell in self._saved.cells())):
+                try:
+                    come_back()
+                except Exception as error:  # noqa: BLE001 - the others come back all the same
+                    failures.append(error)
+            self._model, self._given = None, ()  # whoever keeps the summary keeps no model
+            self._driver.forget()
+            if failures:
+                raise failures[0]  # what is still below keeps its tier
+            for tier in self._tiers.values():
+                tier.close()
 
     def _tier(self, device: torch.device) -> Tier | None:
         """What lies below `device`, if it is the one under a budget."""
@@ -131,23 +140,33 @@ class Budgeted:
         return tier
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._known:
-            self._known.add(id(optimizer))
+        if optimizer not in self._known:
+            self._known.add(optimizer)
             self._watch(optimizer)
-        self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
+        with self._saved.inside():
+            self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""
-        driver, undo = self._driver, self._undo
-        need = driver.optimizers.need
-        undo.callback(optimizer.register_state_dict_pre_hook(need).remove)
-        undo.callback(optimizer.register_load_state_dict_pre_hook(lambda o, _: need(o)).remove)
-        undo.callback(
-            optimizer.register_load_state_dict_post_hook(lambda _: driver.reloaded()).remove
-        )
+
+        def need(optimizer: Optimizer, _state: object = None) -> None:
+            with self._saved.inside():
+                self._driver.optimizers.need(optimizer)
+
+        def reloaded(_optimizer: Optimizer) -> None:
+            with self._saved.inside():
+                self._driver.reloaded()
+
+        for handle in (
+            optimizer.register_state_dict_pre_hook(need),
+            optimizer.register_load_state_dict_pre_hook(need),
+            optimizer.register_load_state_dict_post_hook(reloaded),
+        ):
+            self._undo.callback(handle.remove)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._driver.stepped(optimizer)
+        with self._saved.inside():
+            self._driver.stepped(optimizer)
 
     def _is_short(self) -> bool:
         """Whether so much of what is not taken for good is in use that all that can leave should.
@@ -191,6 +210,7 @@ class Budgeted:
             host_budget=host,
             reach=Reach.RUNTIME,
             held=observed.held,
+            movable=observed.saves.keys() | observed.states.keys(),
             positions=sorted(set(observed.positions)),
             smallest=_SMALLEST,
         )

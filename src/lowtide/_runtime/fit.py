@@ -134,8 +134,9 @@ class Tide:
         trace: TracebackType | None,
     ) -> None:
         assert self._undo is not None
-        self._undo.close()
-        self._undo = None
+        undo, self._undo = self._undo, None
+        self._model, self._optimizers = None, []  # whoever keeps the summary keeps no model
+        undo.close()
 
     def summary(self) -> str:
         """What it did, in a few lines: planned and measured."""

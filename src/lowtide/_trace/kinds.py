@@ -90,3 +90,12 @@ def settle_kinds(
             kind = Kind.TEMPORARY
         settled.append(replace(found, kind=kind, module=module))
     return settled
+
+
+def main_device(values: Sequence[Value]) -> str:
+    """The device that holds most of the parameters, or of anything if there are none."""
+    held: dict[str, int] = {}
+    for value in values:
+        weight = value.bytes << (64 * (value.kind is Kind.PARAMETER))
+        held[value.device] = held.get(value.device, 0) + weight
+    return max(held, key=lambda device: held[device], default="cpu")

@@ -39,7 +39,7 @@ from lowtide._ir import (
 from lowtide._trace.args import encode_args
 from lowtide._trace.book import Book, Entry
 from lowtide._trace.cuda import CudaProbe
-from lowtide._trace.kinds import Claim, settle_kinds, settle_phases
+from lowtide._trace.kinds import Claim, main_device, settle_kinds, settle_phases
 from lowtide._trace.modules import ModulePaths, owned_tensors
 from lowtide._trace.optimizers import OptimizerWatch
 from lowtide._trace.saves import SavedTensors
@@ -101,12 +101,21 @@ class Recorder(TorchDispatchMode):
                 self.optimizers.install(undo)
                 self.saves.install(undo)
             super().__enter__()  # type: ignore[no-untyped-call]
-            undo.push(super().__exit__)
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._undo.__exit__(*exc)  # type: ignore[arg-type]
+        self.pop()
+        self._undo.close()
+
+    def abandon(self) -> None:
+        """End, but stay on the stack of modes, silent, until `pop`: another one lies on top."""
+        self._muted = True
+        self._undo.close()
+
+    def pop(self) -> None:
+        """Leave the stack of modes."""
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def mark(self, optimizer: int = -1) -> None:
         """A step ends here, says the caller or an optimizer. Its garbage ends with it."""
@@ -348,7 +357,7 @@ class Recorder(TorchDispatchMode):
                 Geometry(str(dtype).removeprefix("torch."), tuple(shape), tuple(strides), offset)
                 for dtype, shape, strides, offset in self._geometries
             ),
-            device=_main_device(values),
+            device=main_device(values),
         )
 
     def _value(self, i: int, entry: Entry, count: int) -> Value:
@@ -386,12 +395,3 @@ def _random_state(tensors: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) ->
     if device.type == "cuda":
         return torch.cuda._get_rng_state_offset(device)
     return torch.default_generator.get_state().numpy().tobytes()
-
-
-def _main_device(values: Sequence[Value]) -> str:
-    """The device that holds most of the parameters, or of anything if there are none."""
-    held: dict[str, int] = {}
-    for value in values:
-        weight = value.bytes << (64 * (value.kind is Kind.PARAMETER))
-        held[value.device] = held.get(value.device, 0) + weight
-    return max(held, key=lambda device: held[device], default="cpu")

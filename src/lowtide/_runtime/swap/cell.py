@@ -22,7 +22,18 @@ class State(Enum):
 class Cell:
     """One storage and its whereabouts. `handles` says how many saved tensors lie on it."""
 
-    __slots__ = ("_copy", "_place", "_tier", "asked", "bytes", "handles", "key", "state", "storage")
+    __slots__ = (
+        "_copy",
+        "_place",
+        "_stream",
+        "_tier",
+        "asked",
+        "bytes",
+        "handles",
+        "key",
+        "state",
+        "storage",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, tier: Tier) -> None:
         self.storage = storage
@@ -33,7 +44,8 @@ class Cell:
         self.state = State.HERE
         self._tier = tier
         self._place: Place | None = None
-        self._copy: Copy | None = None
+        self._copy: Copy | None = None  # under way, whatever the state says
+        self._stream = tier.stream()  # on which the storage was made and is used
 
     def here(self) -> bool:
         """Whether its bytes are on the device and no copy is under way."""
@@ -49,8 +61,10 @@ class Cell:
 
     def leave(self, at: int | None = None) -> bool:
         """Start to copy it out. The caller has made sure that it is alone."""
-        if self.state is not State.HERE or self.asked:
+        if self.state is not State.HERE or self.asked or self._copy is not None:
             return False
+        if self.storage.nbytes() != self.bytes or self._tier.stream() != self._stream:
+            return False  # the program resized it, or is at work on another stream
         place = self._place or self._tier.take(self.bytes, at)
         if place is None:
             return False
@@ -62,7 +76,7 @@ class Cell:
 
     def release(self) -> bool:
         """Its bytes are free, after a wait for the copy. False: it stays."""
-        if self.state is not State.LEAVING:
+        if self.state is not State.LEAVING or self._tier.stream() != self._stream:
             return self.state is State.AWAY
         if not self._arrived():
             return False
@@ -90,16 +104,18 @@ class Cell:
             self.fetch()
         if self.state is State.COMING:
             self._wait()
-        elif self.state is State.LEAVING and not self._arrived():
+        elif not self._arrived():
             return
         self.state = State.HERE
         self._give()
 
     def drop(self) -> None:
         """Nobody wants it any more."""
+        if self.state is State.GONE:
+            return
         if self.state is State.COMING:
             self._wait()
-        elif self.state is State.LEAVING:
+        else:
             self._arrived()
         self.state = State.GONE
         self._give()
@@ -110,17 +126,19 @@ class Cell:
         try:
             self._wait()
         except OSError:
+            self._copy = None
             self.state = State.HERE
             self._give()
             return False
         return True
 
     def _wait(self) -> None:
-        copy, self._copy = self._copy, None
-        assert copy is not None
-        copy.wait()
+        # An interrupt may come at any point: what is under way is known until it was waited for.
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = None
 
     def _give(self) -> None:
-        if self._place is not None:
-            self._tier.give(self._place)
-            self._place = None
+        place, self._place = self._place, None
+        if place is not None:
+            self._tier.give(place)

@@ -9,6 +9,7 @@ nothing is lost.
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 
@@ -31,10 +32,12 @@ from lowtide._runtime.swap.script import (
 )
 from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
+from lowtide._trace.tensors import has_storage
 
 _MOST_SCRIPTS = 8
 _MOST_FOLLOWED = 64
 _MOST_MODES = 1000
+_LONGEST = 1_000_000  # events of a step
 _NEVER = 1 << 62
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
 
@@ -81,6 +84,7 @@ class Driver:
         self._wanted: dict[int, Cell] = {}  # by the save, those that the script moves
         self._late: list[Action] = []  # what could not be done in its time
         self._crude: list[Cell] = []
+        self._strays: list[Observer] = []  # given up, and still on the stack of modes
         self._asked: list[float] = []  # when each event of an ordinary step came
         self._ordinary: tuple[Codes, tuple[float, ...]] = (), ()  # the last such step
         self._began = time.perf_counter()
@@ -102,7 +106,7 @@ class Driver:
                 self._wanted[number] = cell
         elif cell is not None and cell.handles == 1:
             self._crude.append(cell)
-        self._event(handle.tensor.nbytes)
+        self._event(handle.tensor.nbytes if has_storage(handle.tensor) else 0)
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one."""
@@ -119,7 +123,7 @@ class Driver:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
-        self.optimizers.restore()
+        self.optimizers.stepped(optimizer)
         if self._observer is not None:
             self._observer.stepped(optimizer)
 
@@ -132,7 +136,9 @@ class Driver:
         """The step is over."""
         now = time.perf_counter()
         self._last = [*self._last[-2:], tuple(self._codes)]
-        if self._observer is not None:
+        if self._observer is not None and not self._observer.can_finish():
+            self._give_up()
+        elif self._observer is not None:
             try:
                 self._learn()
             except BaseException:
@@ -151,10 +157,12 @@ class Driver:
 
     def stop(self) -> None:
         """Optimizer state back on the device, nothing recorded or planned any more."""
-        self.optimizers.restore()
-        if self._observer is not None:
+        if self._observer is not None and self._observer.can_finish():
             self._observer.stop()
             self._observer = None
+        elif self._observer is not None:
+            self._give_up()
+        self._pop_strays()
         self._mode = Mode.CRUDE
         self._script = None
         self.optimizers.leave()
@@ -177,6 +185,7 @@ class Driver:
         self._wanted.clear()
         self._late.clear()
         self._crude = [cell for cell in self._crude if cell.handles]
+        self.optimizers.drop_orphans()
         self._mode = Mode.PLANNED if self._script is not None else Mode.CRUDE
         expected = self._expected()
         known = next((script for script in self.scripts if script.codes == expected), None)
@@ -207,12 +216,31 @@ class Driver:
     def _can_trace(self) -> bool:
         return (
             len(self.scripts) < _MOST_SCRIPTS
-            and not torch._C._len_torch_dispatch_stack()
-            and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+            and not self._strays
+            and Observer.can_begin()
+            and not _is_capturing()
         )
 
+    def _give_up(self) -> None:
+        """The recorder's mode cannot be popped here: it stays, silent, until it can."""
+        assert self._observer is not None
+        self._observer.abandon()
+        self._strays.append(self._observer)
+        self._observer = None
+
+    def _pop_strays(self) -> None:
+        while self._strays and self._strays[-1].can_finish():
+            self._strays.pop().pop()
+
     def _event(self, code: int) -> None:
+        if self._strays:
+            self._pop_strays()
         at = len(self._codes)
+        if at >= _LONGEST:  # nobody ends this step: it is none
+            self._codes.clear()
+            self._asked.clear()
+            self._crude = [cell for cell in self._crude if cell.handles]
+            at = 0
         self._codes.append(code)
         if self._mode is Mode.PLANNED and self._agrees(at, code):
             assert self._script is not None
@@ -232,20 +260,21 @@ class Driver:
 
     def _do(self, action: Action) -> None:
         cell = self._cell(action.who)
-        if cell is None:
+        if cell is None or _is_capturing():
+            return
+        if isinstance(cell, StateCell) and not self.optimizers.may_move(cell):
             return
         if action.act is Act.LEAVE:
             if not cell.alone():
                 self._late.append(action)
-            elif isinstance(cell, StateCell) and not cell.shown():
-                return
             else:
                 cell.leave(action.at)
         elif action.act is Act.RELEASE:
             if not cell.release() and any(late.who == action.who for late in self._late):
                 self._late.append(action)
         else:
-            cell.fetch()
+            with suppress(torch.OutOfMemoryError):  # who needs it asks again
+                cell.fetch()
 
     def _cell(self, who: int) -> Cell | None:
         if who >= 0:
@@ -279,6 +308,8 @@ class Driver:
 
     def _relieve(self) -> None:
         """Everything that can leave does, at once."""
+        if _is_capturing():
+            return
         stay = []
         for cell in self._crude:
             if cell.handles and not cell.asked:
@@ -295,12 +326,11 @@ class Driver:
         self.optimizers.leave()
         tensors = self.optimizers.movable()
         observed = observer.finish([tensor for tensor, _, _ in tensors])
+        self.optimizers.admit(tensors)
         known = [script for script in self.scripts if script.codes == observed.codes]
-        if known:
-            self._script = known[0]
-            self.optimizers.admit(tensors)
+        self._script = known[0] if known else None
+        if known or not observed.trace.ops:
             return
-        self._script = None
         codes, asked = self._ordinary
         if codes == observed.codes and len(asked) == len(codes) + 1:
             observed = replace(observed, asked=asked)
@@ -311,13 +341,17 @@ class Driver:
         tier = self._tier(torch.device(observed.trace.device))
         if tier is not None:
             tier.prepare(max(other.below_bytes for other in self.scripts))
-        self.optimizers.admit(tensors)
 
     def _unlearn(self) -> None:
         """What was planned is about other tensors."""
         self.scripts, self._script, self._moved = [], None, frozenset()
         if self._mode is Mode.PLANNED:
             self._mode = Mode.DEPARTED
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is: nothing may be copied then that is not part of it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def modes_in_words(steps: Mapping[Mode, int]) -> str:

@@ -5,6 +5,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class _FileCopy:
     def wait(self) -> None:
         self._future.result()
 
+    finish = wait
+
 
 class FileTier:
     """Storages of main memory in a file. It is unlinked at once: it goes with the process.
@@ -36,8 +39,12 @@ class FileTier:
         self._limit = limit
         self._ranges = Ranges()
         self._lock = threading.Lock()
-        self._writer = ThreadPoolExecutor(1, "lowtide-out")
-        self._reader = ThreadPoolExecutor(1, "lowtide-back")
+        self._writer = ThreadPoolExecutor(1, "lowtide-out", _begin_worker)
+        self._reader = ThreadPoolExecutor(1, "lowtide-back", _begin_worker)
+
+    def stream(self) -> int:
+        """There is only one."""
+        return 0
 
     def prepare(self, count: int) -> None:
         """A file grows as it is written."""
@@ -74,12 +81,12 @@ class FileTier:
     def out(self, storage: torch.UntypedStorage, place: Place) -> Copy:
         """The caller keeps the storage's bytes until it has waited."""
         memory = _memory(storage.data_ptr(), storage.nbytes())
-        return _FileCopy(self._writer.submit(_write, self._file, memory, place.start))
+        return _FileCopy(self._writer.submit(_do, _write, self._file, memory, place, storage))
 
     def back(self, storage: torch.UntypedStorage, place: Place) -> Copy:
         """The caller keeps the storage's bytes until it has waited."""
         memory = _memory(storage.data_ptr(), storage.nbytes())
-        return _FileCopy(self._reader.submit(_read, self._file, memory, place.start))
+        return _FileCopy(self._reader.submit(_do, _read, self._file, memory, place, storage))
 
     def view(self, place: Place) -> torch.Tensor:
         """Mapped: read from the file when looked at, and private to the reader."""
@@ -95,6 +102,28 @@ class FileTier:
         self._writer.shutdown()
         self._reader.shutdown()
         os.close(self._file)
+
+
+def is_worker() -> bool:
+    """Whether this thread copies: it must not wait for a copy."""
+    return getattr(_thread, "copies", False)
+
+
+_thread = threading.local()
+
+
+def _begin_worker() -> None:
+    _thread.copies = True
+
+
+def _do(
+    copy: Callable[[int, memoryview, int], None],
+    file: int,
+    memory: memoryview,
+    place: Place,
+    _storage: torch.UntypedStorage,  # lives for as long as its bytes are at work
+) -> None:
+    copy(file, memory, place.start)
 
 
 def _memory(address: int, count: int) -> memoryview:

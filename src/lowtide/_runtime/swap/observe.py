@@ -1,10 +1,12 @@
 """One live step -> its trace, and how the trace's values are known to the runtime."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide._ir import OpIndex, Trace, ValueId
 from lowtide._runtime.swap.cell import Cell
@@ -20,15 +22,38 @@ class Observer:
 
     def __init__(self) -> None:
         self._recorder = Recorder(hooked=True)
+        self._thread = 0
         self._codes: list[int] = []
         self._positions: list[int] = []
         self._saves: dict[int, int] = {}  # the recorder's value -> the first save
         self._cells: dict[int, Cell] = {}  # those that somebody else refers to, too
         self._alone: dict[int, int] = {}  # the recorder's value -> from where on it is alone
 
+    @staticmethod
+    def can_begin() -> bool:
+        """Whether a mode pushed now stays until it is popped, and is the only one."""
+        return _is_calm() and not torch._C._len_torch_dispatch_stack()
+
     def begin(self) -> None:
         """The step begins."""
+        self._thread = threading.get_ident()
         self._recorder.__enter__()
+
+    def can_finish(self) -> bool:
+        """Whether the mode that was pushed is the one that would be popped."""
+        return (
+            _is_calm()
+            and threading.get_ident() == self._thread
+            and _get_current_dispatch_mode() is self._recorder
+        )
+
+    def abandon(self) -> None:
+        """Record no more, although this is no moment to pop the mode: see `can_finish`."""
+        self._recorder.abandon()
+
+    def pop(self) -> None:
+        """Once it was abandoned, and can be finished."""
+        self._recorder.pop()
 
     def event(self, code: int) -> None:
         """Something happens."""
@@ -83,6 +108,11 @@ class Observer:
         """Record no more."""
         self._recorder.stop()
         self._recorder.__exit__(None, None, None)
+
+
+def _is_calm() -> bool:
+    """Neither in inference mode nor in a backward: both put the stack of modes back on leaving."""
+    return not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def _cleaned(trace: Trace) -> tuple[Trace, dict[int, ValueId]]:

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch.optim import Optimizer
@@ -12,9 +11,11 @@ from lowtide._runtime.swap.pieces import (
     Piece,
     can_be_parted,
     covers,
+    narrow_once,
     only,
     pieces_of,
     step_once,
+    widen,
 )
 from lowtide._runtime.swap.script import STEPPING
 from lowtide._runtime.swap.states import StateCell, state_tensors
@@ -40,7 +41,7 @@ class Optimizers:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self._pieces: dict[int, list[Piece]] = {}
-        self._parted = ExitStack()  # one that has only some of its parameters
+        self._stepping: set[int] = set()  # those that do so as a whole
         self.cells: list[StateCell] = []
 
     def step(self, optimizer: Optimizer, args: Sequence[object]) -> bool:
@@ -48,8 +49,9 @@ class Optimizers:
 
         False: its parameters are not those of before, so plans are of no use any more.
         """
-        self.restore()
+        widen(optimizer)
         number = self._number(optimizer)
+        self._stepping.discard(number)
         pieces = self._pieces.get(number)
         same = pieces is None or covers(pieces, optimizer)
         if not same:
@@ -59,27 +61,32 @@ class Optimizers:
         if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
             self._event(STEPPING + number * MOST_PIECES)
             self.need(optimizer)
+            self._stepping.add(number)
             return same
         for i, piece in enumerate(pieces):
             self._event(STEPPING + number * MOST_PIECES + i)
             for cell in self._of(number):
                 if cell.piece == i:
                     cell.have()
-            with ExitStack() as undo:
-                undo.enter_context(only(optimizer, piece))
-                if i + 1 < len(pieces):
+            if i + 1 < len(pieces):
+                with only(optimizer, piece):
                     step_once(optimizer)
-                else:
-                    self._parted = undo.pop_all()  # PyTorch goes on with the last one
+            else:
+                narrow_once(optimizer, piece)  # PyTorch goes on with the last one
         return same
 
-    def restore(self) -> None:
-        """The last piece is done, or failed: the optimizer has all its parameters again."""
-        self._parted.close()
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Its step is over."""
+        widen(optimizer)
+        self._stepping.discard(self._number(optimizer))
+
+    def may_move(self, cell: StateCell) -> bool:
+        """Not while its optimizer steps as a whole, with a closure perhaps, and needs all."""
+        return cell.owner not in self._stepping
 
     def need(self, optimizer: Optimizer) -> None:
         """Somebody looks at all of its state, or replaces it: have it on the device."""
-        self.restore()
+        widen(optimizer)
         for cell in self._of(self._number(optimizer)):
             cell.have()
 
@@ -122,15 +129,28 @@ class Optimizers:
         self.admit(found)
         return True
 
+    def drop_orphans(self) -> None:
+        """Keep no tensor alive that its optimizer has replaced."""
+        for cell in self.cells:
+            if cell.is_orphan():
+                cell.drop()
+
     def leave(self) -> None:
-        """All state back on the device, and no cells."""
-        cells, self.cells = self.cells, []
-        for cell in cells:
-            cell.drop()
+        """All state back on the device, and no cells. Raises if there is no room for some."""
+        failures: list[Exception] = []
+        kept = []
+        for cell in self.cells:
+            try:
+                cell.drop()
+            except Exception as error:  # noqa: BLE001 - the others come back all the same
+                failures.append(error)
+                kept.append(cell)
+        self.cells = kept
+        if failures:
+            raise failures[0]
 
     def forget(self) -> None:
         """Refer to none any more."""
-        self.restore()
         self._known.clear()
         self._pieces.clear()
 

@@ -6,6 +6,7 @@ depends on no other one, so the result is the same bit for bit.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim import (
@@ -90,13 +91,40 @@ def covers(pieces: Sequence[Piece], optimizer: Optimizer) -> bool:
 def only(optimizer: Optimizer, piece: Piece) -> Iterator[None]:
     """As if it had no other parameters."""
     whole = [group["params"] for group in optimizer.param_groups]
-    for group, some in zip(optimizer.param_groups, piece, strict=True):
-        group["params"] = some
     try:
+        for group, some in zip(optimizer.param_groups, piece, strict=True):
+            group["params"] = some
         yield
     finally:
         for group, params in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = params
+
+
+class _Once(list[torch.Tensor]):
+    """Some of a group's parameters, for whoever goes through them first; then the group has all."""
+
+    def __init__(self, some: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        super().__init__(some)
+        self._group = group
+        self.whole = group["params"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self._group["params"] is self:
+            self._group["params"] = self.whole
+        return super().__iter__()
+
+
+def narrow_once(optimizer: Optimizer, piece: Piece) -> None:
+    """Let the step that is about to begin see only these: it looks through each group once."""
+    for group, some in zip(optimizer.param_groups, piece, strict=True):
+        group["params"] = _Once(some, group)
+
+
+def widen(optimizer: Optimizer) -> None:
+    """A step that failed may not have looked: all parameters again."""
+    for group in optimizer.param_groups:
+        if isinstance(group["params"], _Once):
+            group["params"] = group["params"].whole
 
 
 def step_once(optimizer: Optimizer) -> None:

@@ -33,6 +33,9 @@ class _StreamCopy:
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    def finish(self) -> None:
+        self._event.synchronize()
+
 
 class PinnedTier:
     """A slab of pinned memory, as large as the plan says, or else growing in large chunks."""
@@ -45,6 +48,10 @@ class PinnedTier:
         self._lock = threading.Lock()
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
+
+    def stream(self) -> int:
+        """The current one of the device."""
+        return torch.cuda.current_stream(self._device).cuda_stream
 
     def prepare(self, count: int) -> None:
         """One chunk of that size, if nothing is in the present ones; else what is missing."""
@@ -140,7 +147,6 @@ class PinnedTier:
 
     def view(self, place: Place) -> torch.Tensor:
         """The bytes as they are there."""
-        self._out.synchronize()
         return self._row(place, place.count)
 
     def held_bytes(self) -> int:

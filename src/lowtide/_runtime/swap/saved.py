@@ -1,14 +1,18 @@
 """Tensors saved for backward, in the hands of lowtide: hooks on every pack and unpack."""
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
 
 from lowtide._runtime.swap.cell import Cell
+from lowtide._runtime.swap.file_tier import is_worker
 from lowtide._runtime.swap.quiet import quiet
+from lowtide._runtime.swap.sharing import in_shared_memory
 from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.saves import SaveEntry, check_version, install_hooks, origin_of
 from lowtide._trace.tensors import has_storage, version_of
@@ -27,7 +31,7 @@ class Watcher(Protocol):
 class Handle:
     """What PyTorch keeps in place of a saved tensor."""
 
-    __slots__ = ("_saved", "cell", "entry", "number", "origin", "tensor", "version")
+    __slots__ = ("_saved", "cell", "entry", "number", "origin", "original", "tensor", "version")
 
     def __init__(
         self, saved: "Saved", tensor: torch.Tensor, origin: tuple[int, str] | None
@@ -36,6 +40,7 @@ class Handle:
         self.tensor = tensor
         self.version = version_of(tensor)
         self.origin = origin
+        self.original: weakref.ref[torch.Tensor] | None = None
         self.cell: Cell | None = None
         self.entry: SaveEntry | None = None
         self.number = -1
@@ -46,7 +51,11 @@ class Handle:
 
 
 class Saved:
-    """One cell for each storage that is worth moving, however many tensors save it."""
+    """One cell for each storage that is worth moving, however many tensors save it.
+
+    Handles die anywhere: in a garbage collection that strikes in the middle of a call, or in
+    a thread that copies. So a dead one is only noted; who is not inside does what it asks for.
+    """
 
     def __init__(
         self, tier: Callable[[torch.device], Tier | None], watcher: Watcher, smallest: int
@@ -56,21 +65,39 @@ class Saved:
         self._smallest = smallest
         self._cells: dict[int, Cell] = {}  # by the storage they hold
         self._lock = threading.RLock()  # backward may run in several threads
+        self._inside = False
+        self._gone: deque[Cell] = deque()  # once for each handle that died
 
     def install(self, undo: ExitStack) -> bool:
         """Hook until `undo`. False: the program has hooks of its own, which stay in charge."""
         return install_hooks(self.pack, self.unpack, undo)
 
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Nobody else touches a cell meanwhile."""
+        with self._lock:
+            was, self._inside = self._inside, True
+            try:
+                if not was:
+                    self._bury()
+                yield
+                if not was:
+                    self._bury()
+            finally:
+                self._inside = was
+
     def pack(self, tensor: torch.Tensor) -> Handle:
         """A tensor is saved: as it is, on a cell if it is worth moving."""
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
-        grows = tensor.grad_fn is not None
         alias = tensor
-        if grows or (not tensor.requires_grad and not tensor.__dict__):
+        leaf = tensor.grad_fn is None
+        if not leaf or not (tensor.requires_grad or tensor.__dict__):
             with quiet():
                 alias = tensor.detach()
         handle = Handle(self, alias, origin_of(tensor))
-        with self._lock:
+        if leaf and alias is not tensor:
+            handle.original = weakref.ref(tensor)
+        with self.inside():
             if alias is not tensor and has_storage(alias):
                 handle.cell = self._cell(tensor, alias)
             self._watcher.packed(handle)
@@ -85,29 +112,43 @@ class Saved:
                 storage.nbytes() < self._smallest
                 or (base is not None and base.is_leaf and base.requires_grad)  # a weight
                 or not storage.resizable()
+                or in_shared_memory(storage)
             ):
                 return None
             tier = self._tier(storage.device)
             if tier is None:
                 return None
             cell = self._cells[storage._cdata] = Cell(storage, tier)
-        elif cell.bytes != storage.nbytes() and cell.here():
-            cell.bytes = storage.nbytes()  # the program resized it
         cell.handles += 1
         return cell
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward gets what was saved, or the error that PyTorch would have raised."""
-        with self._lock:
+        with self.inside():
             self._watcher.unpacking(handle)
             if handle.cell is not None:
                 handle.cell.have()
-        check_version(handle.tensor, handle.version, handle.origin)
-        return handle.tensor
+        tensor = handle.tensor
+        if handle.original is not None:
+            original = handle.original()
+            tensor = tensor if original is None else original
+        check_version(tensor, handle.version, handle.origin)
+        return tensor
 
     def let_go(self, cell: Cell) -> None:
         """A handle is gone."""
-        with self._lock:
+        self._gone.append(cell)
+        if not is_worker() and self._lock.acquire(blocking=False):
+            try:
+                if not self._inside:
+                    with self.inside():
+                        pass
+            finally:
+                self._lock.release()
+
+    def _bury(self) -> None:
+        while self._gone:
+            cell = self._gone.popleft()
             cell.handles -= 1
             if not cell.handles:
                 self._cells.pop(cell.key, None)
@@ -115,5 +156,4 @@ class Saved:
 
     def cells(self) -> list[Cell]:
         """All there are."""
-        with self._lock:
-            return list(self._cells.values())
+        return list(self._cells.values())

@@ -79,7 +79,7 @@ def write_script(observed: Observed, plan: Plan) -> Script:
         return at if at < len(observed.positions) else 0  # nothing more happens in that step
 
     for swap, place in zip(plan.swaps, places, strict=True):
-        who = _who(observed, swap.value)
+        who = _who(observed, swap.value)  # plans are made of what is known here
         found[event(swap.after + 1)].append(Action(Act.LEAVE, who, place))
         found[event(swap.release)].append(Action(Act.RELEASE, who))
         if swap.fetch < swap.until:  # else whoever asks for it fetches it

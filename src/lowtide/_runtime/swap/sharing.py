@@ -20,6 +20,11 @@ def is_shared(storage: torch.UntypedStorage, tensors: int) -> bool:
     return users - tensors > private_users or names > private_names
 
 
+def in_shared_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether other processes may have it, too. (Of a CUDA storage PyTorch always says so.)"""
+    return storage.device.type == "cpu" and storage.is_shared()
+
+
 @functools.cache
 def _private() -> tuple[int, int]:
     tensor = torch.empty(1)

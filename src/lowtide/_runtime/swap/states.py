@@ -1,68 +1,102 @@
 """Optimizer state, idle from one step of the optimizer to the next."""
 
+import weakref
+
 import torch
 from torch.optim import Optimizer
 
 from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.quiet import quiet
-from lowtide._runtime.swap.sharing import is_shared
-from lowtide._runtime.swap.tier import Tier
+from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
+from lowtide._runtime.swap.tier import Tier, as_bytes
+from lowtide._trace.tensors import version_of
 
 
 class StateCell(Cell):
     """A tensor that an optimizer keeps.
 
-    Unlike a saved tensor it can be looked at any time. So while it is away it shows its bytes where
-    they are, below the device; the same tensor object, which the optimizer goes on referring to.
+    Unlike a saved tensor it can be looked at, and written, any time. So while it is away it shows
+    its bytes where they are, below the device; the same tensor object, which the optimizer goes on
+    referring to. What is written there is what comes back.
     """
 
-    __slots__ = ("_tensor", "owner", "piece")
+    __slots__ = ("_tensor", "_version", "owner", "piece")
 
     def __init__(self, tensor: torch.Tensor, tier: Tier, owner: int, piece: int) -> None:
         super().__init__(tensor.untyped_storage(), tier)
         self.owner = owner  # the number of the optimizer
         self.piece = piece  # ... and of the part of its step that needs it
         self.handles = 1
-        self._tensor = tensor
+        self._tensor = weakref.ref(tensor)  # the optimizer may replace it
+        self._version = 0
 
-    def shown(self) -> bool:
-        """Whether the tensor still is what this cell knows: the program may have replaced it."""
-        return self.state is State.AWAY or (
-            self._tensor.untyped_storage()._cdata == self.key
-            and self._tensor.untyped_storage().nbytes() == self.bytes
-        )
+    def is_orphan(self) -> bool:
+        """Whether the optimizer has replaced the tensor."""
+        return self._tensor() is None
+
+    def leave(self, at: int | None = None) -> bool:
+        """Start to copy it out, if it still is what the optimizer has."""
+        tensor = self._tensor()
+        if tensor is None or tensor.untyped_storage()._cdata != self.key:
+            return False
+        self._version = version_of(tensor)
+        return super().leave(at)
 
     def release(self) -> bool:
         """Its bytes are free; the tensor shows the copy."""
-        was = self.state
-        if was is not State.LEAVING or not self._arrived():
+        tensor = self._tensor()
+        if self.state is not State.LEAVING or self._tier.stream() != self._stream:
             return self.state is State.AWAY
+        if not self._arrived() or tensor is None or version_of(tensor) != self._version:
+            self.state = State.HERE
+            self._give()
+            return False
         assert self._place is not None
         with quiet():
-            self._tensor.data = self._like(self._tier.view(self._place).untyped_storage())
+            tensor.data = _like(tensor, self._tier.view(self._place))
             self.storage.resize_(0)
         self.state = State.AWAY
         return True
 
     def have(self) -> None:
         """On the device and whole, for what computes next."""
-        away = self.state in (State.AWAY, State.COMING)
-        super().have()
+        if self.state in (State.AWAY, State.COMING):
+            self.fetch()
+            self._wait()
+            self.state = State.HERE
+            tensor = self._tensor()
+            if tensor is not None:
+                self._show(tensor)
+            self._give()
+        else:
+            super().have()
         self.asked = False  # after the optimizer's step it may leave again
-        if away:
-            with quiet():
-                self._tensor.data = self._like(self.storage)
+
+    def _wait(self) -> None:
+        if self.state is State.LEAVING and self._copy is not None:
+            self._copy.finish()  # from now on the program may look at what was copied
+        super()._wait()
+
+    def _show(self, tensor: torch.Tensor) -> None:
+        with quiet(), torch.inference_mode(False), torch.no_grad():
+            shown = tensor.detach()
+            whole = _like(tensor, as_bytes(self.storage))
+            if version_of(tensor) != self._version:
+                whole.copy_(shown)  # somebody wrote to it while it was away
+            tensor.data = whole
 
     def drop(self) -> None:
         """The tensor is on the device again, and no longer ours."""
-        self.have()
-        super().drop()
+        if self.state is not State.GONE:
+            self.have()
+            super().drop()
 
-    def _like(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor's shape over other bytes."""
-        t = self._tensor
-        like = torch.empty(0, dtype=t.dtype, device=storage.device)
-        return like.set_(storage, 0, t.size(), t.stride())
+
+def _like(tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The tensor's shape over other bytes."""
+    like = torch.empty(0, dtype=tensor.dtype, device=row.device)
+    offset = row.storage_offset() // tensor.element_size()
+    return like.set_(row.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 
 def state_tensors(optimizer: Optimizer, smallest: int) -> list[tuple[object, torch.Tensor]]:
@@ -93,4 +127,5 @@ def _movable(tensor: torch.Tensor, smallest: int) -> bool:
         and tensor.storage_offset() == 0
         and storage.resizable()
         and not is_shared(storage, 1)
+        and not in_shared_memory(storage)
     )

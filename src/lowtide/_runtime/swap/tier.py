@@ -1,11 +1,12 @@
 """What lies below the device: where bytes can be put and from where they come back."""
 
+import mmap
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-GRAIN = 4096  # places begin at multiples of it: what direct file access and copies like best
+GRAIN = max(4096, mmap.ALLOCATIONGRANULARITY)  # places begin at multiples of it: a view maps them
 
 
 @dataclass(slots=True)
@@ -22,9 +23,15 @@ class Copy(Protocol):
     def wait(self) -> None:
         """What computes next comes after it. Raises OSError if it failed."""
 
+    def finish(self) -> None:
+        """Wait here and now."""
+
 
 class Tier(Protocol):
     """A store of bytes. Copies one way are made one after the other, in order."""
+
+    def stream(self) -> int:
+        """What computes now; copies wait for it and it for copies."""
 
     def prepare(self, count: int) -> None:
         """About `count` bytes are going to be needed at once; an empty slab may be replaced."""
