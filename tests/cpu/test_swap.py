@@ -1,14 +1,18 @@
 """`lowtide.fit` under a budget, on the CPU: main memory and a file below it."""
 
 import copy
+import ctypes
 import errno
+import gc
 import re
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from moving import Net, everything, make, modes, same, states_away, swaps, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO
 
 import lowtide
@@ -111,6 +115,7 @@ def test_state_can_be_looked_at_saved_and_loaded_while_it_is_away() -> None:
                 train(net, optimizer, 1)
                 if found_at == 6:
                     kept = copy.deepcopy(optimizer.state_dict())
+                    assert budget is None or not states_away(tide)
                     found += [
                         state[name]
                         for state in kept["state"].values()
@@ -219,6 +224,102 @@ def test_a_saved_tensor_modified_in_place_is_told_as_ever() -> None:
     with lowtide.fit(net, optimizer, budget=0.5):
         train(net, optimizer, 4)
         assert broken(net) == expected
+
+
+@pytest.mark.usefixtures("moved")
+def test_what_the_program_keeps_this_time_stays() -> None:
+    """The plan moves an activation; in some steps somebody else refers to it, and reads it."""
+    net, optimizer = make()
+    kept: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+
+    def keep(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        if len(modes(tide)) % 2:
+            kept.append(output)
+            copies.append(output.detach().clone())
+
+    handles = [layer.register_forward_hook(keep) for layer in net.layers]
+    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+        for _ in range(10):
+            loss = net(torch.randn(32, 64)).square().mean()
+            assert all(map(torch.equal, kept, copies))
+            loss.backward()
+            assert all(map(torch.equal, kept, copies))
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.clear()
+            copies.clear()
+    for handle in handles:
+        handle.remove()
+    assert modes(tide)[-1] is Mode.PLANNED
+
+
+class _Meter(TorchDispatchMode):
+    """The most bytes that the C library has given out, looked at after every op."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, given_out())
+        return result
+
+
+class _Holding(nn.Module):
+    """Its variables refer to activations for longer than these are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.up(x)
+        bent = nn.functional.gelu(wide)
+        result: torch.Tensor = x + self.down(bent).sigmoid().square()
+        return result
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def given_out() -> int:
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Info
+    numbers = library.mallinfo2().numbers
+    return int(numbers[4] + numbers[7])  # mapped, and in the heap
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.6, 0.45])
+def test_the_peak_is_the_planned_one(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeting, "_SMALLEST", 1 << 16)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(_Holding() for _ in range(6)))
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        net(torch.randn(8192, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with lowtide.fit(net, optimizer, budget=budget) as tide:
+        for _ in range(5):
+            step()
+        gc.collect()
+        stays = 3 * sum(p.nbytes for p in net.parameters())  # weights and state, on the device
+        away = sum(cell.bytes for cell in states_away(tide))
+        before = given_out()
+        with _Meter() as meter:
+            step()
+        assert tide._budgeted is not None
+        plan = tide._budgeted._driver.scripts[0].plan
+        assert modes(tide)[-1] is Mode.PLANNED
+    measured = meter.peak - before + stays - away
+    assert plan.peak_bytes <= budget * plan.plain_peak_bytes
+    assert abs(measured - plan.peak_bytes) < 0.02 * plan.peak_bytes + (1 << 20)
 
 
 @pytest.mark.usefixtures("moved")

@@ -17,6 +17,7 @@ from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.pieces import _ONE_BY_ONE
+from lowtide._runtime.swap.states import _like
 
 pytestmark = pytest.mark.usefixtures("small", "moved")
 
@@ -311,3 +312,10 @@ def test_state_that_the_optimizer_replaces_is_not_kept() -> None:
         cells = tide._budgeted._driver.optimizers.cells
         assert sum(cell.state is State.GONE for cell in cells) == 10  # the first averages
     both(loop)
+
+
+def test_state_away_shows_its_own_bytes_in_a_slab() -> None:
+    slab = torch.arange(4096, dtype=torch.float32).view(torch.uint8)
+    row = slab.narrow(0, 4096, 64 * 4)
+    shown = _like(torch.empty(8, 8), row)
+    assert torch.equal(shown, torch.arange(1024.0, 1088.0).view(8, 8))

@@ -37,6 +37,7 @@ from lowtide._trace.tensors import has_storage
 _MOST_SCRIPTS = 8
 _MOST_FOLLOWED = 64
 _MOST_MODES = 1000
+_MANY = 10_000
 _LONGEST = 1_000_000  # events of a step
 _NEVER = 1 << 62
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
@@ -106,6 +107,8 @@ class Driver:
                 self._wanted[number] = cell
         elif cell is not None and cell.handles == 1:
             self._crude.append(cell)
+            if len(self._crude) % _MANY == 0:  # a loop without an end of steps
+                self._crude = [cell for cell in self._crude if cell.handles]
         self._event(handle.tensor.nbytes if has_storage(handle.tensor) else 0)
 
     def unpacking(self, handle: Handle) -> None:
