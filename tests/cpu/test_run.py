@@ -77,7 +77,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)))
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(8):
-    loss = model(torch.randn(2048, 512)).square().mean()
+    loss = model(torch.randn(1024, 512)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
