@@ -189,7 +189,7 @@ def test_the_doctor_remembers_and_measures_again_when_asked(cache: Path) -> None
 def test_the_doctors_json_holds_a_machine_file(cache: Path) -> None:
     document = json.loads(doctor("--json").stdout)
     assert document["lowtide"] == __version__
-    assert set(document["extras"]) == {"exact"}
+    assert set(document["extras"]) == {"exact", "bayes"}
     assert document["pool"] is (document["pool_reason"] is None)
     machine = decode_machine(json.dumps(document["machine"]).encode(), "the output")
     (kept,) = cache.iterdir()

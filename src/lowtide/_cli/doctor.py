@@ -20,7 +20,7 @@ from lowtide._units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-_EXTRAS = {"exact": "ortools"}  # the package behind each
+_EXTRAS = {"exact": "ortools", "bayes": "optuna"}  # the package behind each
 
 
 @dataclass(frozen=True, slots=True)
