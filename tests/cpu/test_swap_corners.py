@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
+from lowtide._runtime import budget as budgeting
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.pieces import _ONE_BY_ONE
-from lowtide._runtime.swap.states import _like
+from lowtide._runtime.swap.states import StateCell, _like
 
 pytestmark = pytest.mark.usefixtures("small", "moved")
 
@@ -319,3 +320,34 @@ def test_state_away_shows_its_own_bytes_in_a_slab() -> None:
     row = slab.narrow(0, 4096, 64 * 4)
     shown = _like(torch.empty(8, 8), row)
     assert torch.equal(shown, torch.arange(1024.0, 1088.0).view(8, 8))
+
+
+def test_an_orphan_goes_without_coming_back() -> None:
+    tier = FileTier()
+    tensor = torch.arange(1024.0)
+    cell = StateCell(tensor, tier, 0, 0)
+    assert cell.leave()
+    assert cell.release()
+    del tensor
+    storage = cell.storage
+    cell.drop()
+    assert storage.nbytes() == 0
+    tier.close()
+
+
+def test_a_plan_counts_on_no_more_than_the_tier_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def pinned(device: torch.device, limit: int | None) -> FileTier:
+        limits.append(limit)
+        return FileTier(None, limit)
+
+    monkeypatch.setattr(budgeting, "PinnedTier", pinned)
+    monkeypatch.setattr(budgeting, "available_bytes", lambda: 1 << 20)
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, budget=0.5, pool=False) as tide:
+        budgeted = tide._budgeted
+        assert budgeted is not None
+        budgeted._device = torch.device("cuda", 0)
+        assert budgeted._tier(budgeted._device) is not None
+        assert limits == [1 << 19] == [budgeted._host_budget]

@@ -1,7 +1,7 @@
 """A training loop under a budget of bytes: hooks, tiers, policy and driver put together."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,8 @@ class Budgeted:
         *,
         host_budget: str | int | None,
         folder: Path | None,
-        machine: Machine | None,
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
-        tell: Callable[[str], None],
         undo: ExitStack,
     ) -> None:
         self._budget = budget
@@ -61,8 +59,7 @@ class Budgeted:
             self._bytes = parse_bytes(str(budget), 1)
         self._host_budget = None if host_budget is None else parse_bytes(str(host_budget), 1)
         self._folder = folder
-        self._machine = machine
-        self._tell = tell
+        self._machine: Machine | None = None
         self._model = model
         self._given = optimizers
         self._device = _device_of(itertools.chain(_parameters(model), *map(_trained, optimizers)))
@@ -85,7 +82,7 @@ class Budgeted:
         on_cuda = self._device is not None and self._device.type == "cuda"
         if on_cuda and self._follows_plan:
             self._measured_peak = torch.cuda.max_memory_allocated(self._device)
-        with self._saved.inside():
+        with self._saved:
             self._driver.mark()
         if on_cuda and self._driver.scripts and not self._follows_plan:
             self._follows_plan = True  # once: the peak of the steps before is not the plan's
@@ -108,7 +105,7 @@ class Budgeted:
 
     def _close(self) -> None:
         failures: list[Exception] = []
-        with self._saved.inside():
+        with self._saved:
             for come_back in (self._driver.stop, *(cell.have for cell in self._saved.cells())):
                 try:
                     come_back()
@@ -130,8 +127,9 @@ class Budgeted:
         tier = self._tiers.get(device)
         if tier is None:
             if device.type == "cuda":
-                limit = self._host_budget or int(_HOST_SHARE * available_bytes())
-                tier = PinnedTier(device, limit)
+                if self._host_budget is None:  # from now on: what is pinned is no longer free
+                    self._host_budget = int(_HOST_SHARE * available_bytes())
+                tier = PinnedTier(device, self._host_budget)
             elif device.type == "cpu":
                 tier = FileTier(self._folder, self._host_budget)
             else:
@@ -143,18 +141,18 @@ class Budgeted:
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._watch(optimizer)
-        with self._saved.inside():
+        with self._saved:
             self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""
 
         def need(optimizer: Optimizer, _state: object = None) -> None:
-            with self._saved.inside():
+            with self._saved:
                 self._driver.optimizers.need(optimizer)
 
         def reloaded(_optimizer: Optimizer) -> None:
-            with self._saved.inside():
+            with self._saved:
                 self._driver.reloaded()
 
         for handle in (
@@ -165,7 +163,7 @@ class Budgeted:
             self._undo.callback(handle.remove)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        with self._saved.inside():
+        with self._saved:
             self._driver.stepped(optimizer)
 
     def _is_short(self) -> bool:
@@ -196,9 +194,6 @@ class Budgeted:
         self._bytes = plain if free else parse_bytes(str(self._budget), plain)
         if self._machine is None:
             self._machine = machine_here(trace.device, folder=self._folder, only_link=True)
-        host = self._host_budget
-        if host is None:
-            host = min(self._machine.host_bytes, available_bytes())
         if plain <= self._bytes and not free:
             seconds = sum(op.seconds for op in trace.ops)
             return Plan((), plain, seconds, plain, seconds, "keep", self._machine.name)
@@ -207,7 +202,7 @@ class Budgeted:
             self._machine,
             limit=None if free else self._bytes,
             mode="free" if free else "limit",
-            host_budget=host,
+            host_budget=self._host_budget or self._machine.host_bytes,  # what the tier gives, too
             reach=Reach.RUNTIME,
             held=observed.held,
             movable=observed.saves.keys() | observed.states.keys(),

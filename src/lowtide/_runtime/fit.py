@@ -117,10 +117,8 @@ class Tide:
                     self._budget,
                     host_budget=self._host_budget,
                     folder=self._folder,
-                    machine=None,
                     model=self._model,
                     optimizers=self._optimizers,
-                    tell=self._tell,
                     undo=undo,
                 )
             Marks(self._model, self._optimizers, self._mark, undo)

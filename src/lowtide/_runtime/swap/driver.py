@@ -32,7 +32,6 @@ from lowtide._runtime.swap.script import (
 )
 from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
-from lowtide._trace.tensors import has_storage
 
 _MOST_SCRIPTS = 8
 _MOST_FOLLOWED = 64
@@ -109,7 +108,7 @@ class Driver:
             self._crude.append(cell)
             if len(self._crude) % _MANY == 0:  # a loop without an end of steps
                 self._crude = [cell for cell in self._crude if cell.handles]
-        self._event(handle.tensor.nbytes if has_storage(handle.tensor) else 0)
+        self._event(handle.bytes)
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one."""

@@ -3,8 +3,8 @@
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -31,7 +31,17 @@ class Watcher(Protocol):
 class Handle:
     """What PyTorch keeps in place of a saved tensor."""
 
-    __slots__ = ("_saved", "cell", "entry", "number", "origin", "original", "tensor", "version")
+    __slots__ = (
+        "_saved",
+        "bytes",
+        "cell",
+        "entry",
+        "number",
+        "origin",
+        "original",
+        "tensor",
+        "version",
+    )
 
     def __init__(
         self, saved: "Saved", tensor: torch.Tensor, origin: tuple[int, str] | None
@@ -44,6 +54,7 @@ class Handle:
         self.cell: Cell | None = None
         self.entry: SaveEntry | None = None
         self.number = -1
+        self.bytes = 0
 
     def __del__(self) -> None:
         if self.cell is not None:
@@ -54,7 +65,7 @@ class Saved:
     """One cell for each storage that is worth moving, however many tensors save it.
 
     Handles die anywhere: in a garbage collection that strikes in the middle of a call, or in
-    a thread that copies. So a dead one is only noted; who is not inside does what it asks for.
+    a thread that copies. So a dead one is only noted; who enters or leaves does what it asks for.
     """
 
     def __init__(
@@ -65,26 +76,27 @@ class Saved:
         self._smallest = smallest
         self._cells: dict[int, Cell] = {}  # by the storage they hold
         self._lock = threading.RLock()  # backward may run in several threads
-        self._inside = False
+        self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
 
     def install(self, undo: ExitStack) -> bool:
         """Hook until `undo`. False: the program has hooks of its own, which stay in charge."""
         return install_hooks(self.pack, self.unpack, undo)
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Nobody else touches a cell meanwhile."""
-        with self._lock:
-            was, self._inside = self._inside, True
-            try:
-                if not was:
-                    self._bury()
-                yield
-                if not was:
-                    self._bury()
-            finally:
-                self._inside = was
+    def __enter__(self) -> None:
+        """Nobody else touches a cell until `__exit__`. On every save: hence no generator."""
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1 and self._gone:
+            self._bury()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._depth == 1 and self._gone:
+                self._bury()
+        finally:
+            self._depth -= 1
+            self._lock.release()
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """A tensor is saved: as it is, on a cell if it is worth moving."""
@@ -97,8 +109,10 @@ class Saved:
         handle = Handle(self, alias, origin_of(tensor))
         if leaf and alias is not tensor:
             handle.original = weakref.ref(tensor)
-        with self.inside():
-            if alias is not tensor and has_storage(alias):
+        dense = has_storage(alias)
+        handle.bytes = alias.nbytes if dense else 0
+        with self:
+            if alias is not tensor and dense:
                 handle.cell = self._cell(tensor, alias)
             self._watcher.packed(handle)
         return handle
@@ -124,7 +138,7 @@ class Saved:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward gets what was saved, or the error that PyTorch would have raised."""
-        with self.inside():
+        with self:
             self._watcher.unpacking(handle)
             if handle.cell is not None:
                 handle.cell.have()
@@ -140,9 +154,9 @@ class Saved:
         self._gone.append(cell)
         if not is_worker() and self._lock.acquire(blocking=False):
             try:
-                if not self._inside:
-                    with self.inside():
-                        pass
+                if not self._depth:
+                    with self:
+                        pass  # it is buried on the way
             finally:
                 self._lock.release()
 

@@ -86,10 +86,10 @@ class StateCell(Cell):
             tensor.data = whole
 
     def drop(self) -> None:
-        """The tensor is on the device again, and no longer ours."""
-        if self.state is not State.GONE:
+        """The tensor is on the device again, and no longer ours; nothing is, if it is gone."""
+        if self.state is not State.GONE and not self.is_orphan():
             self.have()
-            super().drop()
+        super().drop()
 
 
 def _like(tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
