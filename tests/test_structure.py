@@ -37,6 +37,7 @@ USES_TORCH = (
         f"_runtime/swap/{name}.py"
         for name in [
             "cell",
+            "cuda_driver",
             "driver",
             "file_tier",
             "observe",

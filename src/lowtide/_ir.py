@@ -152,7 +152,9 @@ class Link:
 class Machine:
     """What a step runs on, as far as a plan needs to know.
 
-    `together` is the share of its speed that each way of the link keeps while both are busy.
+    `together` is the share of its speed that each way of the link keeps while both are busy, and
+    `drag` how long compute is held up for each second of copying, hidden or not: they share the
+    device's memory, and its link with the commands it is given.
     `flops_per_second` is by dtype name; it and `memory_bytes_per_second` are 0 or empty where
     unknown. `sources` says where each figure is from.
     """
@@ -163,6 +165,7 @@ class Machine:
     out: Link  # from the device
     back: Link  # to the device
     together: float = 1.0
+    drag: float = 0.0
     memory_bytes_per_second: float = 0.0
     flops_per_second: tuple[tuple[str, float], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()

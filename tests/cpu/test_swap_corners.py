@@ -18,7 +18,7 @@ from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.pieces import _ONE_BY_ONE
-from lowtide._runtime.swap.states import StateCell, _like
+from lowtide._runtime.swap.states import StateCell
 
 pytestmark = pytest.mark.usefixtures("small", "moved")
 
@@ -260,8 +260,6 @@ def test_an_interrupt_in_a_wait_loses_no_copy() -> None:
             assert copy is not None
             copy.wait()
 
-        finish = wait
-
     cell._copy = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         cell.release()
@@ -315,11 +313,28 @@ def test_state_that_the_optimizer_replaces_is_not_kept() -> None:
     both(loop)
 
 
-def test_state_away_shows_its_own_bytes_in_a_slab() -> None:
-    slab = torch.arange(4096, dtype=torch.float32).view(torch.uint8)
-    row = slab.narrow(0, 4096, 64 * 4)
-    shown = _like(torch.empty(8, 8), row)
-    assert torch.equal(shown, torch.arange(1024.0, 1088.0).view(8, 8))
+def test_who_looks_at_state_that_is_away_keeps_its_bytes() -> None:
+    tier = FileTier()
+    content = torch.arange(1024.0)
+    tensor = content.clone()
+    cell = StateCell(tensor, tier, 0, 0)
+    assert cell.leave()
+    assert cell.release()
+    alias = tensor.view(-1)
+    cell.have()
+    other = Cell(torch.zeros(1024).untyped_storage(), tier)
+    assert other.leave()
+    assert other.release()
+    assert torch.equal(alias, content)
+    assert torch.equal(tensor, content)
+    del alias
+    other.drop()
+    assert cell.leave()
+    assert cell.release()
+    cell.have()
+    assert not tier._ranges.taken
+    cell.drop()
+    tier.close()
 
 
 def test_an_orphan_goes_without_coming_back() -> None:

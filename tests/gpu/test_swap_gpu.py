@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from moving import everything
-from nets import make, train
+from nets import MIB, make, train
 from torch import nn
 
 import lowtide
@@ -41,26 +41,26 @@ def test_windows_held_open_change_no_bit(
 ) -> None:
     """Each stream held up in turn: a wait that is missing would show."""
     model, optimizer = make()
-    plain = losses(model, optimizer, 10)
+    plain = losses(model, optimizer, 12)
     weights = [p.detach().clone() for p in model.parameters()]
     model, optimizer = make()
     monkeypatch.setattr(budgeting, "autoswap", everything)
     copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
 
     def slow(
-        self: pinned_tier.PinnedTier, stream: torch.cuda.Stream, to: torch.Tensor, of: torch.Tensor
+        self: pinned_tier.PinnedTier, way: pinned_tier._Way, to: int, of: int, count: int
     ) -> Copy:
         if late in ("compute", "all"):
             torch.cuda._sleep(_LONG)
-        way = "out" if stream is self._out else "back"
-        if late in (way, "all"):
-            with torch.cuda.stream(stream):
+        name = "out" if way is self._out else "back"
+        if late in (name, "all"):
+            with torch.cuda.stream(way._stream):
                 torch.cuda._sleep(_LONG)
-        return copy(self, stream, to, of)
+        return copy(self, way, to, of, count)
 
     monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
     with lowtide.fit(model, optimizer, budget=0.3, pool=pool) as tide:
-        found = losses(model, optimizer, 10)
+        found = losses(model, optimizer, 12)
     assert len(plan_of(tide).swaps) > 20
     assert any(swap.until >= swap.after + 1 for swap in plan_of(tide).swaps)
     assert found == plain
@@ -90,6 +90,51 @@ def test_the_peak_is_the_planned_one_and_little_is_pinned() -> None:
         assert summary.below_bytes <= 1.05 * summary.swapped_bytes
 
 
+def test_state_that_is_away_is_on_the_device_for_who_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read by a kernel after a copy that takes long: in the order of streams, and not before."""
+    copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
+
+    def slow(
+        self: pinned_tier.PinnedTier, way: pinned_tier._Way, to: int, of: int, count: int
+    ) -> Copy:
+        with torch.cuda.stream(way._stream):
+            torch.cuda._sleep(_LONG)
+        return copy(self, way, to, of, count)
+
+    def looked(fitted: bool) -> list[torch.Tensor]:
+        model, optimizer = make()
+        sums: list[torch.Tensor] = []
+        away = 0
+
+        def look(_module: nn.Module, _args: object) -> None:
+            nonlocal away
+            for state in optimizer.state.values():
+                average = state["exp_avg"]
+                assert average.is_cuda
+                sums.append(average.double().sum())
+            if fitted and tide._budgeted is not None:
+                cells = tide._budgeted._driver.optimizers.cells
+                away += sum(not cell.holds() for cell in cells)
+
+        model.register_forward_pre_hook(look)
+        if not fitted:
+            losses(model, optimizer, 8)
+            return sums
+        with lowtide.fit(model, optimizer, budget=0.5) as tide:
+            losses(model, optimizer, 8)
+        assert away
+        return sums
+
+    plain = looked(fitted=False)
+    monkeypatch.setattr(budgeting, "autoswap", everything)
+    monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
+    ours = looked(fitted=True)
+    assert len(ours) == len(plain)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
 def test_leaving_unlocks_the_host_memory() -> None:
     model, optimizer = make()
     for _ in range(2):  # registering the same pages twice would fail
@@ -98,3 +143,18 @@ def test_leaving_unlocks_the_host_memory() -> None:
     held = torch.cuda.memory_allocated()
     del model, optimizer
     assert torch.cuda.memory_allocated() < held // 4  # nobody keeps them
+
+
+def test_leaving_leaves_no_arena_behind() -> None:
+    """Optimizer state comes back into it, and would hold all of it."""
+    model, optimizer = make(2048)
+    with lowtide.fit(model, optimizer, budget=0.5) as tide:
+        for _ in range(12):
+            train(model, optimizer, 2048, 2048)
+        assert tide._pool is not None
+        assert tide._pool.summary().arena_bytes > 0
+        assert any(swap.until >= swap.after + 1 for swap in plan_of(tide).swaps)
+    optimizer.zero_grad()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= 1.2 * torch.cuda.memory_allocated() + 64 * MIB
+    train(model, optimizer, 2048, 2048)

@@ -33,6 +33,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "step.trace"]
 
 
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    path = str(tmp_path / "step.trace")
+    save_trace(STEP, path)
+    assert load_trace(path) == STEP
+    with pytest.raises(BadInput, match="cannot read"):
+        load_trace(path + "s")
+
+
 def _with(**changes: Any) -> bytes:
     document = json.loads(gzip.decompress(encode_trace(STEP)))
     for path, value in changes.items():

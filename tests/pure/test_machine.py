@@ -39,6 +39,7 @@ MACHINE = Machine(
     out=LINK,
     back=line(1e-6, 1e9),
     together=0.5,
+    drag=0.03,
     memory_bytes_per_second=1e9,
     flops_per_second=(("float32", 1e12),),
     sources=(("out", "a guess"),),
@@ -99,7 +100,7 @@ def test_a_machine_survives_its_file(tmp_path: Path) -> None:
 
 def test_what_is_unknown_may_be_left_out(tmp_path: Path) -> None:
     document = machine_document(MACHINE)
-    for name in ("together", "memory_bytes_per_second", "flops_per_second", "sources"):
+    for name in ("together", "drag", "memory_bytes_per_second", "flops_per_second", "sources"):
         del document[name]
     path = tmp_path / "card.json"
     path.write_text(json.dumps(document))
@@ -199,6 +200,7 @@ def test_every_figure_of_a_profile_has_a_source(name: str) -> None:
     machine = find_machine(name)
     assert machine.name == name
     named = {"device_bytes", "host_bytes", "out", "back", "together"}
+    named |= {"drag"} if machine.drag else set()
     named |= {"memory_bytes_per_second"} if machine.memory_bytes_per_second else set()
     named |= {"flops_per_second"} if machine.flops_per_second else set()
     assert {field for field, source in machine.sources if source.strip()} == named

@@ -23,6 +23,7 @@ from lowtide._policy.schedule import schedule
 from lowtide._policy.scores import aoa, doa, make_clock, swdoa, vote, wdoa
 from lowtide._policy.select import select
 from lowtide._simulate.check import find_bad_swap
+from lowtide._simulate.reference import simulate_slowly
 from lowtide._simulate.simulate import simulate
 from lowtide._trace.text import parse
 
@@ -129,6 +130,39 @@ def test_positions_round_releases_up_and_fetches_down_in_every_step() -> None:
     assert [grid.up(p) for p in (0, 1, 3, 8, 10, 11)] == [0, 3, 3, 10, 10, 13]
     assert [grid.down(p) for p in (-1, 0, 2, 9, 12, 13)] == [-3, 0, 0, 7, 10, 13]
     assert grid.fit([cand(1, 3, 6), cand(1, 2, 9)]) == [replace(cand(1, 2, 9), latest=OpIndex(7))]
+
+
+# op      | 0  1  2  3  4 | 0  1  2  3  4 |     who acts only at 1 and 3 cannot let m go at
+# away    |               |    ------     |     the step's end: 6 to 8 of this step are 1 to 3
+@pytest.mark.parametrize("last", ["step m -> m", "step m ->"])  # with two versions, with one
+def test_a_stay_that_can_begin_only_in_the_next_step_is_one_of_that_step(last: str) -> None:
+    ops = ["nop -> | 1s", "nop -> h:5 | 1s", "nop h -> | 1s", "nop -> | 1s", f"{last} | 1s"]
+    trace = parse("\n".join(["have m:8 | state", *ops, "is m | state"]))
+    for reach in Reach:
+        plan = autoswap(trace, machine(), limit=8, reach=reach, positions=[1, 3], smallest=1)
+        assert find_bad_swap(trace, plan.swaps) is None
+        [swap] = plan.swaps
+        assert trace.values[swap.value].before
+        assert (swap.after, swap.release, swap.fetch, swap.until) == (0, 1, 3, 4)
+        assert plan.peak_bytes == 8 < plan.plain_peak_bytes == 13
+        slowly = simulate_slowly(trace, machine(), plan.swaps)
+        assert slowly.peak_bytes == 8 and slowly.seconds == pytest.approx(plan.seconds)
+
+
+def test_so_is_that_of_a_value_that_nothing_uses() -> None:
+    trace = parse("""
+        have idle:8 | state
+        nop     -> h:5 | 1s
+        nop h   ->     | 1s
+        nop     ->     | 1s
+        nop     -> k:5 | 1s
+    """)
+    [found] = candidates(trace, smallest=6)
+    assert (found.after, found.until) == (2, 6)
+    fitting = make_grid(trace, [1, 2]).fit([found])
+    assert fitting == [cand(8, 0, 2)]
+    swaps = schedule(trace, machine(), fitting, 0, [1, 2])
+    assert len(swaps) == 1 and find_bad_swap(trace, swaps) is None
 
 
 # Scores.

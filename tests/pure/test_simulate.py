@@ -144,6 +144,9 @@ def test_lanes_slow_each_other_down_while_both_copy() -> None:
     assert shared.out_spans == ((1, 3), (5, 13))
     assert shared.back_spans == ((5, 9), (18, 24))
     assert shared.copy_seconds == 2 + 8 + 4 + 6
+    dragged = both(trace, replace(machine(together=0.5), drag=0.25), swaps)
+    assert dragged.seconds == shared.seconds + 0.25 * 20
+    assert dragged.stall_seconds == shared.stall_seconds
 
 
 def test_a_swap_across_the_boundary_comes_back_in_the_next_step() -> None:

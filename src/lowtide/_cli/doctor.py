@@ -152,6 +152,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
             f"{format_bytes(machine.host_bytes)} may be taken",
         ),
         ("both ways at once", f"each keeps {machine.together:.0%} of its speed"),
+        ("while copying", f"kernels are {machine.drag:.1%} later"),
         ("compiler", findings.compiler or "none: lowtide works, its layout search is slower"),
         ("pool", f"no: {findings.no_pool}" if findings.no_pool else "yes, built on first use"),
         *(

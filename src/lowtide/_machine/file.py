@@ -15,7 +15,7 @@ VERSION = 1
 
 _MOST_BYTES = 1 << 60  # sums of such numbers stay exact in 64 bits
 _NEEDED = ("name", "device_bytes", "host_bytes", "out", "back")
-_OPEN = ("together", "memory_bytes_per_second", "flops_per_second", "sources")
+_OPEN = ("together", "drag", "memory_bytes_per_second", "flops_per_second", "sources")
 _LINK = ("bytes", "seconds")
 
 
@@ -46,6 +46,7 @@ def machine_document(machine: Machine) -> dict[str, Any]:
             for name, link in links.items()
         },
         "together": machine.together,
+        "drag": machine.drag,
         "memory_bytes_per_second": machine.memory_bytes_per_second,
         "flops_per_second": dict(machine.flops_per_second),
         "sources": dict(machine.sources),
@@ -93,6 +94,8 @@ def find_flaw(machine: Machine) -> str | None:
             return f"{name}: {flaw}"
     if not 0 < machine.together <= 1:
         return f"together is {machine.together}: give a share above 0 and at most 1"
+    if not 0 <= machine.drag < 1:
+        return f"drag is {machine.drag}: give a share of at least 0 and below 1"
     if not 0 <= machine.memory_bytes_per_second < math.inf:
         return f"memory_bytes_per_second is {machine.memory_bytes_per_second}: give 0 if unknown"
     for dtype, rate in machine.flops_per_second:
@@ -151,6 +154,7 @@ def _build(document: dict[str, Any]) -> Machine:
         out=_link(fields["out"], "out"),
         back=_link(fields["back"], "back"),
         together=_number(fields.get("together", 1.0), "together"),
+        drag=_number(fields.get("drag", 0.0), "drag"),
         memory_bytes_per_second=_number(
             fields.get("memory_bytes_per_second", 0.0), "memory_bytes_per_second"
         ),

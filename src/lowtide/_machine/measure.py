@@ -30,6 +30,7 @@ _REPEATS = 8
 _SHARE = 0.8  # of free host memory or disk; the rest is the user's
 _HOLD_CYCLES = 4_000_000  # some ms in which everything timed is queued, so no launch is timed
 _LONGEST_PRODUCT = 0.05  # seconds; slower cards get smaller matrices
+_FELT = 0.6  # of what copies cost kernels at the memory's speed: what trainings were seen to feel
 _SIDES = (2048, 4096, 8192)
 _PRECISIONS = (
     ("float32", torch.float32, "ieee"),
@@ -137,6 +138,7 @@ def _measure_main_memory(device: torch.device, folder: Path, progress: Progress)
 def _measure_cuda(device: torch.device, progress: Progress, *, only_link: bool) -> Machine:
     progress("measuring the link")
     out, back, together = _measure_link(device)
+    drag = _measure_drag(device)
     bandwidth = 0.0
     rates: tuple[tuple[str, float], ...] = ()
     if not only_link:
@@ -153,6 +155,7 @@ def _measure_cuda(device: torch.device, progress: Progress, *, only_link: bool) 
         out=out,
         back=back,
         together=together,
+        drag=drag,
         memory_bytes_per_second=bandwidth,
         flops_per_second=rates,
         sources=(
@@ -161,6 +164,7 @@ def _measure_cuda(device: torch.device, progress: Progress, *, only_link: bool) 
             ("out", "measured: copies to pinned memory"),
             ("back", "measured: copies from pinned memory"),
             ("together", "measured: copies both ways at once"),
+            ("drag", "60 % of what kernels at the memory's speed were measured to feel"),
             ("memory_bytes_per_second", "measured: a copy inside the device, read and write"),
             ("flops_per_second", "measured: a product of square matrices"),
         ),
@@ -228,6 +232,49 @@ def _seconds_together(
     other.synchronize()
     times: list[float] = [start.elapsed_time(end) for end in (end_one, end_other)]
     return max(times) / 1e3
+
+
+def _measure_drag(device: torch.device) -> float:
+    """How much later kernels are done for each second in which something is copied.
+
+    Measured with kernels that do nothing but read and write; a training has others, too.
+    """
+    size, count = _SIZES[-1] // 2, 48
+    host = torch.zeros(2 * size, dtype=torch.uint8, pin_memory=True)
+    card = torch.zeros(4 * size, dtype=torch.uint8, device=device)
+    computing = torch.cuda.current_stream(device)
+    ways = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def seconds(copies: bool) -> tuple[float, float]:
+        """Of the kernels, and of the copies beside them."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        start, *ends = marks
+        torch.cuda._sleep(_HOLD_CYCLES)
+        computing.record_event(start)
+        for way, end in zip(ways, ends[1:], strict=True):
+            way.wait_event(start)
+            with torch.cuda.stream(way):
+                for _ in range(2 if copies else 0):
+                    if way is ways[0]:
+                        host[:size].copy_(card[:size], non_blocking=True)
+                    else:
+                        card[size : 2 * size].copy_(host[size:], non_blocking=True)
+            way.record_event(end)
+        for _ in range(count):
+            card[2 * size : 3 * size].copy_(card[3 * size :])
+        computing.record_event(ends[0])
+        for stream in (computing, *ways):
+            stream.synchronize()
+        computed, out, back = (start.elapsed_time(end) / 1e3 for end in ends)
+        return computed, out + back
+
+    seconds(copies=True)
+    alone = statistics.median(seconds(copies=False)[0] for _ in range(5))
+    count = max(count, int(count * 1.2 * max(seconds(copies=True)) / 2 / alone))  # outlast them
+    alone = statistics.median(seconds(copies=False)[0] for _ in range(5))
+    beside = [seconds(copies=True) for _ in range(5)]
+    drags = [(computed - alone) / copied for computed, copied in beside]
+    return min(0.5, max(0.0, _FELT * statistics.median(drags)))
 
 
 def _measure_memory(device: torch.device) -> float:

@@ -37,7 +37,12 @@ from lowtide._units import format_bytes
 SCORES = (*PLAIN_SCORES, "bayes")
 BEST = "best"  # of a few scores, whichever comes out best
 _TRIED = {"limit": ("swdoa", "doa", "vote"), "free": ("swdoa",)}
-FREE_RATIO = 1.005  # a step that takes no longer than this share of the plain one counts as free
+FREE_RATIO = 1.008  # a step that takes no longer than this share of the plain one counts as free
+
+# By which shares of what swapping could save at most, or of the best found so far, it is tried.
+_COARSE = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.015)
+_FINE = (0.8, 0.9, 1.1, 1.2, 1.3)
+_FINER = (0.94, 0.97, 1.03, 1.06)
 
 Scorer = Callable[[int], Scores | None]
 
@@ -159,22 +164,24 @@ def _lowest_free(problem: Problem, score: str, limit: int) -> Trial:
     """Aim at one peak after another, and keep the lowest that comes out.
 
     What comes out is above the aim where copies cannot be hidden, and not monotone in it: a low
-    aim takes values that fill the lanes to no avail. So a coarse row of aims first, then finer
-    ones around the best.
+    aim takes values that fill the lanes to no avail. So a coarse row of aims first, closer to each
+    other where little is saved, then finer ones around the best.
     """
     highest = problem.plain_peak
     floor = max(choose(problem, None, 0).peak_bytes, limit)
     if floor >= highest:
         return try_swaps(problem, ())
     scorer = _scorer(problem, score, (floor + highest) // 2)
-    step = (highest - floor) / 8
-    best, middle = try_swaps(problem, ()), float(floor)
-    for shifts in (range(8), (-0.67, -0.33, 0.33, 0.67)):
-        tried = [middle + shift * step for shift in shifts]
-        for aim in tried:
-            trial = _free(problem, scorer, max(round(aim), floor))
+    best, saved = try_swaps(problem, ()), 0.0
+    for shares in (_COARSE, _FINE, _FINER):
+        around = saved or 1.0
+        for share in shares:
+            aim = round(highest - share * around * (highest - floor))
+            trial = _free(problem, scorer, max(aim, floor))
             if trial.outcome.peak_bytes < best.outcome.peak_bytes:
-                best, middle = trial, aim
+                best, saved = trial, share * around
+        if not saved:
+            break
     return best
 
 

@@ -32,7 +32,7 @@ class Candidate:
 
     Its bytes can be free for ops `earliest <= i < latest` at most: between the first position at
     which they may be released and the last at which they may be fetched. Positions of at least
-    the number of ops lie in the next step.
+    the number of ops lie in the next step; `after` never does.
     """
 
     value: ValueId
@@ -153,6 +153,7 @@ class Grid:
 
     count: int  # ops in a step
     allowed: npt.NDArray[np.int64] | None  # sorted, each below `count`; None: all of them
+    found_as: Mapping[ValueId, ValueId]  # what a step leaves in a storage -> what the next finds
 
     def up(self, position: int) -> int:
         """The first allowed position from `position` on."""
@@ -177,7 +178,8 @@ class Grid:
     def fit(self, found: Sequence[Candidate]) -> list[Candidate]:
         """`found` with `earliest` and `latest` allowed; those that are left no op are dropped.
 
-        Who can act only at some positions starts a copy at one of them, too.
+        Who can act only at some positions starts a copy at one of them, too. If the first is in
+        the next step, the stay is one of that step, and of the value as that step finds it.
         """
         if self.allowed is None:
             return [c for c in found if c.earliest < c.latest]
@@ -185,12 +187,15 @@ class Grid:
         for c in found:
             earliest, latest = self.up(c.earliest), self.down(c.latest)
             if earliest < latest:
+                shift = (earliest - 1) // self.count * self.count
                 rounded.append(
-                    replace(
-                        c,
-                        after=OpIndex(earliest - 1),
-                        earliest=OpIndex(earliest),
-                        latest=OpIndex(latest),
+                    Candidate(
+                        self.found_as[c.value] if shift else c.value,
+                        c.bytes,
+                        OpIndex(earliest - 1 - shift),
+                        OpIndex(c.until - shift),
+                        OpIndex(earliest - shift),
+                        OpIndex(latest - shift),
                     )
                 )
         return rounded
@@ -200,5 +205,12 @@ def make_grid(trace: Trace, allowed: Sequence[int] | None) -> Grid:
     """The grid of `allowed` positions of `trace`; None allows all."""
     count = len(trace.ops)
     if allowed is None:
-        return Grid(count, None)
-    return Grid(count, np.array(sorted({p % count for p in allowed} or {0}), dtype=np.int64))
+        return Grid(count, None, {})
+    places = np.array(sorted({p % count for p in allowed} or {0}), dtype=np.int64)
+    before = {value.storage: ValueId(i) for i, value in enumerate(trace.values) if value.before}
+    found_as = {
+        ValueId(i): before[value.storage]
+        for i, value in enumerate(trace.values)
+        if value.after and value.storage in before
+    }
+    return Grid(count, places, found_as)

@@ -35,8 +35,9 @@ from lowtide._runtime.swap.tier import Tier
 POLICIES = ("autoswap",)
 FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
-_PIECE = 256 << 20  # bytes of optimizer state that are stepped at once
+_PIECE = 512 << 20  # bytes of optimizer state that are stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
+_LONG_ENOUGH = 12  # steps without a plan
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
 
@@ -87,6 +88,14 @@ class Budgeted:
         if on_cuda and self._driver.scripts and not self._follows_plan:
             self._follows_plan = True  # once: the peak of the steps before is not the plan's
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def is_settled(self) -> bool:
+        """Whether steps go by a plan, or are not going to soon.
+
+        Until then they say little of the steps to come, and what is going to leave is taken for
+        what stays: no time to lay anything out.
+        """
+        return bool(self._driver.scripts) or self._driver.steps.total() >= _LONG_ENOUGH
 
     def summary(self) -> SwapSummary:
         """What was planned and what was seen."""

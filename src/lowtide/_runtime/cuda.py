@@ -55,6 +55,8 @@ class CudaPlace:
 
     def leave(self) -> None:
         """Out of the way as soon as nothing depends on it."""
+        for device in range(torch.cuda.device_count()):
+            self._evacuate(device)
         self._library.lowtide_torch_withdraw()
         if not graphs_exist():
             torch._C._cuda_clearCublasWorkspaces()  # they would keep it for ever
@@ -190,6 +192,26 @@ class CudaPlace:
             if self._library.lowtide_torch_settle(storage._cdata, home, offset):
                 offset += rounded(storage.nbytes(), CUDA_GRANULARITY_BYTES)
         self.core.dismiss(home)
+
+    def _evacuate(self, device: int) -> None:
+        """Move what lives on out of the arenas, which would stay for its sake.
+
+        Optimizer state that was brought back lies there; gradients may, until the next step.
+        """
+        if self._fixed_addresses(device):
+            return
+        for storage in self._movable(device):
+            address = storage.data_ptr()
+            in_arena = self.core.holds(address) and self.core.age(address) >= 0
+            if in_arena and storage.resizable():
+                length = storage.nbytes()
+                try:
+                    content = storage.clone()
+                except torch.OutOfMemoryError:
+                    return
+                storage.resize_(0)
+                storage.resize_(length)  # outside: the pool has stopped
+                storage.copy_(content)
 
     def _movable(self, device: int) -> list[torch.UntypedStorage]:
         """Storages whose bytes may be moved: those of the current stream, in no private pool."""

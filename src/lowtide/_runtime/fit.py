@@ -157,8 +157,9 @@ class Tide:
             self._turn_off(f"{error}; training goes on with PyTorch's own allocator")
             return
         self._undo.callback(self._place.leave)
-        self._pool = Pool(self._place.core, self._place, self._tell)
         self._undo.callback(self._place.core.stop)
+        if self._budget is None:
+            self._pool = Pool(self._place.core, self._place, self._tell)
 
     def _turn_off(self, why: str) -> None:
         self._off = why
@@ -169,6 +170,9 @@ class Tide:
         with self._lock:  # optimizers may step in several threads
             if self._budgeted is not None:
                 self._budgeted.mark()
+                if self._pool is None and self._place is not None and self._budgeted.is_settled():
+                    self._pool = Pool(self._place.core, self._place, self._tell)
+                    return
             if self._wants_pool:
                 self._look()
 
@@ -180,7 +184,7 @@ class Tide:
                 self._pool.mark()
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 self._pool.stop()
-                self._pool = None
+                self._pool, self._place = None, None
                 what = f"{type(error).__name__}: {error}"
                 self._turn_off(f"it failed ({what}), please report it; training goes on")
         elif self._waits and torch.cuda.is_initialized():

@@ -113,7 +113,7 @@ def simulate_slowly(trace: Trace, machine: Machine, swaps: Sequence[Swap]) -> Ou
     copying = sum(end - start for start, end in out_spans + back_spans)
     loads = [_load(trace, swaps, i) for i in range(len(trace.ops))]
     return Outcome(
-        seconds=seconds,
+        seconds=seconds + machine.drag * copying,
         plain_seconds=plain,
         stall_seconds=seconds - plain,
         copy_seconds=copying,

@@ -67,7 +67,7 @@ def simulate_on(ground: Ground, swaps: Sequence[Swap]) -> Outcome:
     for position, stall in run.stalls:
         delays[position] += stall
     return Outcome(
-        seconds=plain + stalled,
+        seconds=plain + stalled + ground.machine.drag * copying,
         plain_seconds=plain,
         stall_seconds=stalled,
         copy_seconds=copying,

@@ -21,14 +21,14 @@ FORMAT = "lowtide.trace"
 VERSION = 1
 
 
-def save_trace(trace: Trace, path: Path) -> None:
+def save_trace(trace: Trace, path: str | Path) -> None:
     """Write `trace` to `path`, whole or not at all."""
-    write_whole(path, encode_trace(trace))
+    write_whole(Path(path), encode_trace(trace))
 
 
-def load_trace(path: Path) -> Trace:
+def load_trace(path: str | Path) -> Trace:
     """Read a trace, checking everything; a bad file is one clear line."""
-    return decode_trace(read_whole(path), str(path))
+    return decode_trace(read_whole(Path(path)), str(path))
 
 
 def encode_trace(trace: Trace) -> bytes:

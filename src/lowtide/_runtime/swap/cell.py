@@ -80,9 +80,17 @@ class Cell:
             return self.state is State.AWAY
         if not self._arrived():
             return False
-        self.storage.resize_(0)
+        self._let_go()
         self.state = State.AWAY
         return True
+
+    def _let_go(self) -> None:
+        """Of its bytes on the device."""
+        self.storage.resize_(0)
+
+    def _take_again(self) -> None:
+        """As many bytes of the device as it had."""
+        self.storage.resize_(self.bytes)
 
     def fetch(self) -> bool:
         """Take bytes again and start to copy it back. False: it was not away."""
@@ -90,7 +98,7 @@ class Cell:
             return False
         assert self._place is not None
         with quiet():
-            self.storage.resize_(self.bytes)
+            self._take_again()
             self._copy = self._tier.back(self.storage, self._place)
         self.state = State.COMING
         return True

@@ -71,6 +71,7 @@ class Driver:
         self.scripts: list[Script] = []
         self._script: Script | None = None
         self._moved: frozenset[int] = frozenset()  # saves that some script moves
+        self._script_tier: Tier | None = None  # where to
         self._observer: Observer | None = None
         self.optimizers = Optimizers(tier, self._event, smallest, piece_bytes)
         self.steps: Counter[Mode] = Counter()  # so far
@@ -120,7 +121,9 @@ class Driver:
         """An optimizer is about to step."""
         if self._observer is not None:
             self._observer.stepping(optimizer)
-        if not self.optimizers.step(optimizer, args):
+        script = self._script if self._mode is Mode.PLANNED else None
+        whole = script is not None and script.steps_whole
+        if not self.optimizers.step(optimizer, args, whole=whole):
             self._unlearn()
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -246,10 +249,9 @@ class Driver:
         self._codes.append(code)
         if self._mode is Mode.PLANNED and self._agrees(at, code):
             assert self._script is not None
-            if self._late:
-                self._try_late()
-            for action in self._script.actions[at]:
-                self._do(action)
+            actions = self._script.actions[at]
+            if (actions or self._late) and not _is_capturing():
+                self._act(actions)
             return
         if self._observer is not None:
             self._observer.event(code)
@@ -260,9 +262,22 @@ class Driver:
             self._asked.clear()
             self._relieve()
 
+    def _act(self, actions: Sequence[Action]) -> None:
+        tier = self._script_tier
+        if tier is not None:
+            tier.pause()
+        try:
+            if self._late:
+                self._try_late()
+            for action in actions:
+                self._do(action)
+        finally:
+            if tier is not None:
+                tier.resume()
+
     def _do(self, action: Action) -> None:
         cell = self._cell(action.who)
-        if cell is None or _is_capturing():
+        if cell is None:
             return
         if isinstance(cell, StateCell) and not self.optimizers.may_move(cell):
             return
@@ -340,9 +355,9 @@ class Driver:
         self.scripts.append(script)
         self._script = script
         self._moved |= script.wanted
-        tier = self._tier(torch.device(observed.trace.device))
-        if tier is not None:
-            tier.prepare(max(other.below_bytes for other in self.scripts))
+        self._script_tier = self._tier(torch.device(observed.trace.device))
+        if self._script_tier is not None:
+            self._script_tier.prepare(max(other.below_bytes for other in self.scripts))
 
     def _unlearn(self) -> None:
         """What was planned is about other tensors."""

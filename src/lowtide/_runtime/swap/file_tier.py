@@ -24,8 +24,6 @@ class _FileCopy:
     def wait(self) -> None:
         self._future.result()
 
-    finish = wait
-
 
 class FileTier:
     """Storages of main memory in a file. It is unlinked at once: it goes with the process.
@@ -88,10 +86,16 @@ class FileTier:
         memory = _memory(storage.data_ptr(), storage.nbytes())
         return _FileCopy(self._reader.submit(_do, _read, self._file, memory, place, storage))
 
-    def view(self, place: Place) -> torch.Tensor:
+    def pause(self) -> None:
+        """Copies here wait for nothing."""
+
+    def resume(self) -> None:
+        """Copies here wait for nothing."""
+
+    def view(self, place: Place) -> torch.UntypedStorage:
         """Mapped: read from the file when looked at, and private to the reader."""
         mapped = mmap.mmap(self._file, place.count, flags=mmap.MAP_PRIVATE, offset=place.start)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
     def held_bytes(self) -> int:
         """The length of the file."""

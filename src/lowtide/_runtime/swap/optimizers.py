@@ -44,10 +44,11 @@ class Optimizers:
         self._stepping: set[int] = set()  # those that do so as a whole
         self.cells: list[StateCell] = []
 
-    def step(self, optimizer: Optimizer, args: Sequence[object]) -> bool:
+    def step(self, optimizer: Optimizer, args: Sequence[object], *, whole: bool) -> bool:
         """It is about to step: have its state, or do its step here but for the last piece.
 
-        False: its parameters are not those of before, so plans are of no use any more.
+        With `whole` it only looks like a step in pieces. False: its parameters are not those of
+        before, so plans are of no use any more.
         """
         widen(optimizer)
         number = self._number(optimizer)
@@ -60,6 +61,12 @@ class Optimizers:
             pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
         if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
             self._event(STEPPING + number * MOST_PIECES)
+            self.need(optimizer)
+            self._stepping.add(number)
+            return same
+        if whole:
+            for i in range(len(pieces)):
+                self._event(STEPPING + number * MOST_PIECES + i)
             self.need(optimizer)
             self._stepping.add(number)
             return same

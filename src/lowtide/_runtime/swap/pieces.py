@@ -38,7 +38,7 @@ _ONE_BY_ONE = (
     Rprop,
     SGD,
 )
-MOST_PIECES = 32
+MOST_PIECES = 16
 
 Piece = list[list[torch.Tensor]]  # for each parameter group some of its parameters
 

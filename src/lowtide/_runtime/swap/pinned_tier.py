@@ -1,11 +1,13 @@
 """The tier below a CUDA device: pinned main memory, and a stream for each way."""
 
 import threading
+from typing import cast
 
 import torch
 
+from lowtide._runtime.swap import cuda_driver
 from lowtide._runtime.swap.ranges import Ranges
-from lowtide._runtime.swap.tier import Copy, Place, as_bytes, rounded_place
+from lowtide._runtime.swap.tier import Copy, Place, rounded_place
 
 _CHUNK = 256 << 20  # by which it grows where no plan said how much
 
@@ -15,26 +17,54 @@ class _Chunk:
 
     def __init__(self, start: int, size: int) -> None:
         self.start = start
-        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         runtime = torch.cuda.cudart()
         error = runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)
         if int(error):
             raise OSError(f"no {size} bytes could be page-locked: {error}")
+        self.address = cuda_driver.device_address(self.bytes.data_ptr())
 
     def close(self) -> None:
         torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
+_kept: list[_Chunk] = []  # somebody looks at them
+
+
+class _Way:
+    """A stream of copies, one after the other.
+
+    Each wait holds up the device's queue for some microseconds, so none is made twice: what has
+    waited for a copy has waited for all before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # not to be destroyed before this
+        self.handle: int = self._stream.cuda_stream
+        self.copies = 0
+        self.waited: dict[int, int] = {}  # for how many of them, by the stream that did
+        self.caught_up = 0  # the paused stream that it has waited for, or 0
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
 class _StreamCopy:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    __slots__ = ("_event", "_number", "_tier", "_way")
+
+    def __init__(self, event: int, way: _Way, tier: "PinnedTier") -> None:
         self._event = event
-        self._device = device
+        self._way = way
+        self._tier = tier
+        self._number = way.copies = way.copies + 1
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def finish(self) -> None:
-        self._event.synchronize()
+        stream = self._tier.stream()
+        if self._way.waited.get(stream, 0) < self._number:
+            cuda_driver.wait(stream, self._event)
+            self._way.waited[stream] = self._number
+            self._tier.moved_on()
+        self._tier.events.give(self._event)
 
 
 class PinnedTier:
@@ -42,16 +72,19 @@ class PinnedTier:
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._limit = limit
+        self.events = cuda_driver.Events(device)
         self._ranges = Ranges()
         self._chunks: list[_Chunk] = []
         self._lock = threading.Lock()
-        self._out = torch.cuda.Stream(device)
-        self._back = torch.cuda.Stream(device)
+        self._out = _Way(device)
+        self._back = _Way(device)
+        self._paused = False
 
     def stream(self) -> int:
         """The current one of the device."""
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def prepare(self, count: int) -> None:
         """One chunk of that size, if nothing is in the present ones; else what is missing."""
@@ -127,33 +160,55 @@ class PinnedTier:
 
     def out(self, storage: torch.UntypedStorage, place: Place) -> Copy:
         """On its own stream, when what has been asked for so far is done."""
-        row = self._row(place, storage.nbytes())
-        return self._copy(self._out, row, as_bytes(storage))
+        return self._copy(self._out, self._address(place), storage.data_ptr(), storage.nbytes())
 
     def back(self, storage: torch.UntypedStorage, place: Place) -> Copy:
         """On its own stream, when whoever had the bytes before is done with them."""
-        row = self._row(place, storage.nbytes())
-        return self._copy(self._back, as_bytes(storage), row)
+        return self._copy(self._back, storage.data_ptr(), self._address(place), storage.nbytes())
 
-    def _copy(self, stream: torch.cuda.Stream, to: torch.Tensor, of: torch.Tensor) -> Copy:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            to.copy_(of, non_blocking=True)
-            return _StreamCopy(stream.record_event(), self._device)
+    def _copy(self, way: _Way, to: int, of: int, count: int) -> Copy:
+        event = self.events.take()
+        stream = self.stream()
+        if not self._paused or way.caught_up != stream + 1:
+            cuda_driver.record(event, stream)
+            cuda_driver.wait(way.handle, event)
+            way.caught_up = stream + 1  # the default stream's number is 0
+        cuda_driver.copy(to, of, count, way.handle)
+        cuda_driver.record(event, way.handle)
+        return _StreamCopy(event, way, self)
 
-    def _row(self, place: Place, count: int) -> torch.Tensor:
+    def pause(self) -> None:
+        """What copies wait for is now the same for all of one way."""
+        self.moved_on()
+        self._paused = True
+
+    def resume(self) -> None:
+        """Something may compute again."""
+        self._paused = False
+
+    def moved_on(self) -> None:
+        """What computes waits for something more: copies have to, as well."""
+        self._out.caught_up = self._back.caught_up = 0
+
+    def _address(self, place: Place) -> int:
         chunk = self._chunk(place.start)
-        return chunk.bytes.narrow(0, place.start - chunk.start, count)
+        return chunk.address + place.start - chunk.start
 
-    def view(self, place: Place) -> torch.Tensor:
-        """The bytes as they are there."""
-        return self._row(place, place.count)
+    def view(self, place: Place) -> torch.UntypedStorage:
+        """On the device, which reads and writes them where they are, over the link."""
+        shown = torch._C._construct_storage_from_data_pointer(
+            self._address(place), self._device, place.count
+        )
+        return cast("torch.UntypedStorage", shown)
 
     def held_bytes(self) -> int:
         """What is page-locked."""
         return self._ranges.size
 
     def close(self) -> None:
-        """Unlock it all."""
+        """Unlock it all, but for what somebody still looks at: that stays for good."""
         with self._lock:
-            self._drop()
+            if self._ranges.taken:
+                _kept.extend(self._chunks)
+            else:
+                self._drop()

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from lowtide._ir import OpIndex, Plan, Swap, Trace, ValueId
+from lowtide._analyze.load import load_curve
+from lowtide._ir import OpIndex, Phase, Plan, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
@@ -62,6 +63,7 @@ class Script:
     wanted: frozenset[int]  # saves that have an action
     below_bytes: int  # the tier needs them at once
     swapped_bytes: int  # that leave in a step
+    steps_whole: bool  # nothing is gained by an optimizer's step in pieces
     plan: Plan
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
@@ -79,18 +81,47 @@ def write_script(observed: Observed, plan: Plan) -> Script:
         return at if at < len(observed.positions) else 0  # nothing more happens in that step
 
     for swap, place in zip(plan.swaps, places, strict=True):
-        who = _who(observed, swap.value)  # plans are made of what is known here
+        # Plans are made of what is known here: with an event at 0, states as the step leaves them.
+        who = _who(observed, swap.value)
         found[event(swap.after + 1)].append(Action(Act.LEAVE, who, place))
         found[event(swap.release)].append(Action(Act.RELEASE, who))
         if swap.fetch < swap.until:  # else whoever asks for it fetches it
             found[event(swap.fetch)].append(Action(Act.FETCH, who))
     return Script(
         codes=observed.codes,
-        actions=[tuple(sorted(actions, key=lambda action: action.act)) for actions in found],
+        actions=[_in_order(actions) for actions in found],
         wanted=frozenset(who for swap in plan.swaps if (who := _who(observed, swap.value)) >= 0),
         below_bytes=below,
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
+        steps_whole=_steps_whole(observed, plan),
         plan=plan,
+    )
+
+
+def _steps_whole(observed: Observed, plan: Plan) -> bool:
+    """Whether optimizers may step at once: no state leaves, and there is room for what that takes.
+
+    The step was traced in pieces; at once it makes temporary copies of everything, at most of
+    twice the state's size.
+    """
+    if any(swap.value in observed.states for swap in plan.swaps):
+        return False
+    trace = observed.trace
+    more = 2 * sum(trace.values[value].bytes for value in observed.states)
+    loads = load_curve(trace)
+    held = max(
+        (loads[i] for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER), default=0
+    )
+    return bool(held + more <= plan.peak_bytes)
+
+
+def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Bytes are released from the last copy to the first: who waits for it waits only once."""
+    releases = [action for action in actions if action.act is Act.RELEASE]
+    return (
+        *(action for action in actions if action.act is Act.LEAVE),
+        *reversed(releases),
+        *(action for action in actions if action.act is Act.FETCH),
     )
 
 
@@ -101,18 +132,18 @@ def _who(observed: Observed, value: ValueId) -> int:
 
 
 def _places(observed: Observed, swaps: Sequence[Swap]) -> tuple[list[int], int]:
-    """Where in the tier below each lies, and how much of it they need."""
+    """Where in the tier below each lies, and how much of it they need.
+
+    From the end of op `after` until op `until` has it: a step at most, so one place is enough.
+    """
     if not swaps:
         return [], 0
-    buffers = [
-        Buffer(
-            str(i),
-            swap.after,
-            swap.until + 1,
-            rounded_place(observed.trace.values[swap.value].bytes),
-        )
-        for i, swap in enumerate(swaps)
-    ]
-    packing = pack(buffers, align=GRAIN, period=len(observed.trace.ops), seconds=_LAYOUT_SECONDS)
+    count = len(observed.trace.ops)
+    buffers = []
+    for i, swap in enumerate(swaps):
+        first = (swap.after + 1) % count
+        size = rounded_place(observed.trace.values[swap.value].bytes)
+        buffers.append(Buffer(str(i), first, first + swap.until - swap.after, size))
+    packing = pack(buffers, align=GRAIN, period=count, seconds=_LAYOUT_SECONDS)
     where = {buffer.name: buffer.offset or 0 for buffer in packing.buffers}
-    return [where.get(str(i), 0) for i in range(len(swaps))], packing.height
+    return [where[str(i)] for i in range(len(swaps))], packing.height

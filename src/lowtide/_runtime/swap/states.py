@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
-from lowtide._runtime.swap.tier import Tier, as_bytes
+from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.tensors import version_of
 
 
@@ -17,18 +17,23 @@ class StateCell(Cell):
 
     Unlike a saved tensor it can be looked at, and written, any time. So while it is away it shows
     its bytes where they are, below the device; the same tensor object, which the optimizer goes on
-    referring to. What is written there is what comes back.
+    referring to. What is written there is what comes back. Who still looks at those bytes when it
+    has come back keeps them from being used for anything else.
     """
 
-    __slots__ = ("_tensor", "_version", "owner", "piece")
+    __slots__ = ("_device", "_shown", "_tensor", "_version", "_whole", "owner", "piece")
 
     def __init__(self, tensor: torch.Tensor, tier: Tier, owner: int, piece: int) -> None:
         super().__init__(tensor.untyped_storage(), tier)
         self.owner = owner  # the number of the optimizer
         self.piece = piece  # ... and of the part of its step that needs it
-        self.handles = 1
+        self.handles = 2  # the tensor and the one that shows it whole
+        self._device = self.storage.device
+        with quiet(), torch.inference_mode(False):
+            self._whole: torch.Tensor | None = _like(tensor, self.storage)
         self._tensor = weakref.ref(tensor)  # the optimizer may replace it
         self._version = 0
+        self._shown: list[torch.UntypedStorage] = []  # the bytes below, as somebody may see them
 
     def is_orphan(self) -> bool:
         """Whether the optimizer has replaced the tensor."""
@@ -53,10 +58,20 @@ class StateCell(Cell):
             return False
         assert self._place is not None
         with quiet():
-            tensor.data = _like(tensor, self._tier.view(self._place))
-            self.storage.resize_(0)
+            self._shown.append(self._tier.view(self._place))
+            tensor.data = _like(tensor, self._shown[-1])
+            self._let_go()
         self.state = State.AWAY
         return True
+
+    def _let_go(self) -> None:
+        self._whole = None
+        self.storage = torch.UntypedStorage(0, device="cpu")
+
+    def _take_again(self) -> None:
+        # A new storage: the old one would ask the allocator of the time when it was made.
+        self.storage = torch.UntypedStorage(self.bytes, device=self._device)
+        self.key = self.storage._cdata
 
     def have(self) -> None:
         """On the device and whole, for what computes next."""
@@ -72,31 +87,34 @@ class StateCell(Cell):
             super().have()
         self.asked = False  # after the optimizer's step it may leave again
 
-    def _wait(self) -> None:
-        if self.state is State.LEAVING and self._copy is not None:
-            self._copy.finish()  # from now on the program may look at what was copied
-        super()._wait()
-
     def _show(self, tensor: torch.Tensor) -> None:
         with quiet(), torch.inference_mode(False), torch.no_grad():
             shown = tensor.detach()
-            whole = _like(tensor, as_bytes(self.storage))
+            self._whole = _like(tensor, self.storage)
             if version_of(tensor) != self._version:
-                whole.copy_(shown)  # somebody wrote to it while it was away
-            tensor.data = whole
+                self._whole.copy_(shown)  # somebody wrote to it while it was away
+            tensor.data = self._whole
+
+    def _give(self) -> None:
+        while self._shown:
+            shown = self._shown.pop()
+            if is_shared(shown, 0):
+                self._shown.append(shown)
+                return
+        super()._give()
 
     def drop(self) -> None:
         """The tensor is on the device again, and no longer ours; nothing is, if it is gone."""
         if self.state is not State.GONE and not self.is_orphan():
             self.have()
+        self._whole = None
         super().drop()
 
 
-def _like(tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """The tensor's shape over other bytes."""
-    like = torch.empty(0, dtype=tensor.dtype, device=row.device)
-    offset = row.storage_offset() // tensor.element_size()
-    return like.set_(row.untyped_storage(), offset, tensor.size(), tensor.stride())
+    like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return like.set_(storage, 0, tensor.size(), tensor.stride())
 
 
 def state_tensors(optimizer: Optimizer, smallest: int) -> list[tuple[object, torch.Tensor]]:

@@ -23,9 +23,6 @@ class Copy(Protocol):
     def wait(self) -> None:
         """What computes next comes after it. Raises OSError if it failed."""
 
-    def finish(self) -> None:
-        """Wait here and now."""
-
 
 class Tier(Protocol):
     """A store of bytes. Copies one way are made one after the other, in order."""
@@ -48,8 +45,14 @@ class Tier(Protocol):
     def back(self, storage: torch.UntypedStorage, place: Place) -> Copy:
         """Start to copy it back into the storage, which has its bytes again."""
 
-    def view(self, place: Place) -> torch.Tensor:
-        """The bytes there, to read, once the copy is done."""
+    def pause(self) -> None:
+        """Nothing computes from now until `resume`, so what copies wait for is the same for all."""
+
+    def resume(self) -> None:
+        """Something may compute again."""
+
+    def view(self, place: Place) -> torch.UntypedStorage:
+        """The bytes there, for whoever computes on the device after the copy was waited for."""
 
     def held_bytes(self) -> int:
         """How much of the tier is locked for lowtide."""
