@@ -50,6 +50,50 @@ def layout_table() -> str:
     return "\n".join(lines)
 
 
+def swap_table() -> str:
+    """Peak and step time, planned and measured, beside what else there is."""
+    results: dict[str, Any] = json.loads((RESULTS / "swap.json").read_text())
+    lines = [
+        "| work | with | peak | of plain | step time | planned peak | planned time "
+        "| copies hidden |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, work in results["works"].items():
+        plain = work["plain"]
+        rows = [
+            ("`save_on_cpu`", work.get("save_on_cpu")),
+            ("TRL `OffloadActivations`", work.get("offload_activations")),
+            *(
+                (f"lowtide, `{budget}`", row)
+                for budget, row in work.get("lowtide", {}).items()
+                if "error" not in row
+            ),
+        ]
+        lines.append(
+            f"| {name} | plain | {plain['peak_bytes'] / 2**30:.2f} GiB | "
+            f"| {plain['seconds'] * 1e3:.1f} ms | | | |"
+        )
+        for label, row in rows:
+            if row is None or "error" in row:
+                continue
+            beside = row.get("plain_seconds", plain["seconds"])
+            line = (
+                f"| | {label} | {row['peak_bytes'] / 2**30:.2f} GiB "
+                f"| {row['peak_bytes'] / plain['peak_bytes'] - 1:+.1%} "
+                f"| ×{row['seconds'] / beside:.3f} "
+            )
+            if "plan" in row:
+                plan = row["plan"]
+                line += (
+                    f"| {plan['peak_bytes'] / row['peak_bytes'] - 1:+.2%} "
+                    f"| {plan['seconds'] / row['seconds'] - 1:+.1%} | {row['hidden']:.0%} |"
+                )
+            else:
+                line += "| | | |"
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def pool_table() -> str:
     """Bytes reserved over bytes allocated at the peak, by allocator; and the step time."""
     results: dict[str, Any] = json.loads((RESULTS / "pool.json").read_text())
@@ -119,6 +163,7 @@ def main() -> None:
     text = path.read_text()
     parts = {
         "pool": pool_table(),
+        "swap": swap_table(),
         "demo": demo_output(),
         "tracing": tracing_table(),
         "layout": layout_table(),

@@ -71,6 +71,7 @@ class Budgeted:
         self._undo = ExitStack()
         self._measured_peak = 0
         self._follows_plan = False
+        self._closed = False
         undo.callback(self._close)
         undo.callback(self._undo.close)
         undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
@@ -80,11 +81,9 @@ class Budgeted:
 
     def mark(self) -> None:
         """A step is over."""
-        on_cuda = self._device is not None and self._device.type == "cuda"
-        if on_cuda and self._follows_plan:
-            self._measured_peak = torch.cuda.max_memory_allocated(self._device)
         with self._saved:
             self._driver.mark()
+        on_cuda = self._device is not None and self._device.type == "cuda"
         if on_cuda and self._driver.scripts and not self._follows_plan:
             self._follows_plan = True  # once: the peak of the steps before is not the plan's
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -99,6 +98,7 @@ class Budgeted:
 
     def summary(self) -> SwapSummary:
         """What was planned and what was seen."""
+        self._look_at_peak()
         scripts = self._driver.scripts
         script = max(scripts, key=lambda script: len(script.seconds), default=None)
         seconds = sorted(script.seconds) if script is not None else []
@@ -112,7 +112,13 @@ class Budgeted:
             below_bytes=sum(tier.held_bytes() for tier in self._tiers.values()),
         )
 
+    def _look_at_peak(self) -> None:
+        if self._follows_plan and not self._closed:
+            self._measured_peak = torch.cuda.max_memory_allocated(self._device)
+
     def _close(self) -> None:
+        self._look_at_peak()
+        self._closed = True
         failures: list[Exception] = []
         with self._saved:
             for come_back in (self._driver.stop, *(cell.have for cell in self._saved.cells())):

@@ -194,16 +194,15 @@ class CudaPlace:
         self.core.dismiss(home)
 
     def _evacuate(self, device: int) -> None:
-        """Move what lives on out of the arenas, which would stay for its sake.
+        """Move what lives on out of arenas and homes, which would stay for its sake.
 
-        Optimizer state that was brought back lies there; gradients may, until the next step.
+        Optimizer state that was brought back lies in an arena; gradients may, until the next step.
+        One arena or home after the other, so that what is empty makes room for the next.
         """
         if self._fixed_addresses(device):
             return
-        for storage in self._movable(device):
-            address = storage.data_ptr()
-            in_arena = self.core.holds(address) and self.core.age(address) >= 0
-            if in_arena and storage.resizable():
+        for storage in sorted(self._movable(device), key=lambda storage: storage.data_ptr()):
+            if self.core.holds(storage.data_ptr()) and storage.resizable():
                 length = storage.nbytes()
                 try:
                     content = storage.clone()
