@@ -51,6 +51,20 @@ USES_TORCH = (
             "tier",
         ]
     }
+    | {
+        f"_runtime/delta/{name}.py"
+        for name in [
+            "cell",
+            "costs",
+            "driver",
+            "ledger",
+            "mode",
+            "recipe",
+            "record",
+            "replay",
+            "room",
+        ]
+    }
     | {"_machine/measure.py", "_cli/doctor.py"}
     | {
         f"_trace/{name}.py"

@@ -19,11 +19,15 @@ from lowtide._analyze.load import find_peak
 from lowtide._errors import BadInput
 from lowtide._ir import Machine, Plan
 from lowtide._machine.host import available_bytes
+from lowtide._machine.link import seconds as link_seconds
 from lowtide._machine.measure import machine_here
 from lowtide._policy.autoswap import autoswap
 from lowtide._policy.budget import parse_bytes
 from lowtide._policy.candidates import Reach
+from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.swap_text import SwapSummary
+from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
+from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.swap.driver import Driver, modes_in_words
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.pace import paced
@@ -32,9 +36,12 @@ from lowtide._runtime.swap.saved import Saved
 from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
 
-POLICIES = ("autoswap",)
+POLICIES = ("autoswap", *DYNAMIC)
 FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
+_SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
+_FILE_SPEED = 1e9  # bytes a second, of a file on the disk
+_LARGE = 64 << 20
 _PIECE = 512 << 20  # bytes of optimizer state that are stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _LONG_ENOUGH = 12  # steps without a plan
@@ -48,6 +55,8 @@ class Budgeted:
         self,
         budget: str | float,
         *,
+        policy: str,
+        verify: str,
         host_budget: str | int | None,
         folder: Path | None,
         model: nn.Module | None,
@@ -66,7 +75,17 @@ class Budgeted:
         self._device = _device_of(itertools.chain(_parameters(model), *map(_trained, optimizers)))
         self._tiers: dict[torch.device, Tier] = {}
         self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
-        self._saved = Saved(self._tier, self._driver, _SMALLEST)
+        self._dynamic: Dynamic | None = None
+        if policy in DYNAMIC:
+            if budget == FREE:
+                raise BadInput(f"policy {policy} needs a budget in bytes or as a share: give one")
+            if self._device is None:
+                self._device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+            self._dynamic = Dynamic(self._device, self._bytes, policy, verify, self._speed)
+        if self._dynamic is not None:
+            self._saved = Saved(self._tier, self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
+        else:
+            self._saved = Saved(self._tier, self._driver, _SMALLEST)
         self._known: WeakSet[Optimizer] = WeakSet()  # those whose state is watched
         self._undo = ExitStack()
         self._measured_peak = 0
@@ -78,9 +97,18 @@ class Budgeted:
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
         if not self._saved.install(undo):
             raise BadInput("hooks on saved tensors are there already: enter lowtide.fit first")
+        if self._dynamic is not None:
+            self._dynamic.start(self._saved)
 
     def mark(self) -> None:
         """A step is over."""
+        if self._dynamic is not None:
+            with self._saved:
+                self._dynamic.mark()
+            if self._bytes is None:
+                plain = self._dynamic.plain_peak
+                self._bytes = self._dynamic.room.budget = parse_bytes(str(self._budget), plain)
+            return
         with self._saved:
             self._driver.mark()
         on_cuda = self._device is not None and self._device.type == "cuda"
@@ -112,6 +140,40 @@ class Budgeted:
             below_bytes=sum(tier.held_bytes() for tier in self._tiers.values()),
         )
 
+    def dynamic_summary(self) -> DeltaSummary | None:
+        """What was seen where there is no plan."""
+        dynamic = self._dynamic
+        if dynamic is None:
+            return None
+        counts = dynamic.room.counts
+        return DeltaSummary(
+            policy=dynamic.room.policy,
+            budget_bytes=self._bytes,
+            steps=len(dynamic.peaks),
+            peak_bytes=max(dynamic.peaks, default=0),
+            plain_peak_bytes=dynamic.plain_peak,
+            dropped=counts["dropped"],
+            dropped_bytes=counts["dropped bytes"],
+            swapped=counts["swapped"],
+            swapped_bytes=counts["swapped bytes"],
+            replayed_ops=dynamic.replayer.calls,
+            replayed_seconds=dynamic.replayer.seconds,
+            checked=counts["checked"],
+            demoted=len(dynamic.demoted),
+            out_of_memory=counts["out of memory"],
+            ops=dynamic.ops,
+            driver_seconds=dynamic.own_seconds_per_op(),
+        )
+
+    def _speed(self) -> float:
+        """Bytes a second to the tier below."""
+        assert self._device is not None
+        if self._device.type != "cuda":
+            return _FILE_SPEED
+        if self._machine is None:
+            self._machine = machine_here(self._device, folder=self._folder, only_link=True)
+        return _LARGE / link_seconds(self._machine.out, _LARGE)
+
     def _look_at_peak(self) -> None:
         if self._follows_plan and not self._closed:
             self._measured_peak = torch.cuda.max_memory_allocated(self._device)
@@ -121,13 +183,16 @@ class Budgeted:
         self._closed = True
         failures: list[Exception] = []
         with self._saved:
-            for come_back in (self._driver.stop, *(cell.have for cell in self._saved.cells())):
+            stop = self._driver.stop if self._dynamic is None else self._dynamic.stop
+            for come_back in (stop, *(cell.have for cell in self._saved.cells())):
                 try:
                     come_back()
                 except Exception as error:  # noqa: BLE001 - the others come back all the same
                     failures.append(error)
             self._model, self._given = None, ()  # whoever keeps the summary keeps no model
             self._driver.forget()
+            if self._dynamic is not None:
+                self._dynamic.forget()
             if failures:
                 raise failures[0]  # what is still below keeps its tier
             for tier in self._tiers.values():
@@ -156,8 +221,9 @@ class Budgeted:
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._watch(optimizer)
-        with self._saved:
-            self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
+        if self._dynamic is None:
+            with self._saved:
+                self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""
@@ -178,8 +244,9 @@ class Budgeted:
             self._undo.callback(handle.remove)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        with self._saved:
-            self._driver.stepped(optimizer)
+        if self._dynamic is None:
+            with self._saved:
+                self._driver.stepped(optimizer)
 
     def _is_short(self) -> bool:
         """Whether so much of what is not taken for good is in use that all that can leave should.

@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from lowtide._errors import BadInput, LowtideWarning
 from lowtide._native import NoNative
+from lowtide._report.delta_text import render_delta
 from lowtide._report.pool_text import render_pool
 from lowtide._report.swap_text import render_swap
 from lowtide._runtime.budget import POLICIES, Budgeted
 from lowtide._runtime.cuda import CudaPlace
+from lowtide._runtime.delta.driver import VERIFY
 from lowtide._runtime.marks import Marks
 from lowtide._runtime.pool import Pool
 
@@ -29,6 +31,7 @@ def fit(
     *,
     budget: str | float | None = None,
     policy: str = "autoswap",
+    verify: str = "first",
     pool: bool = True,
     host_budget: str | int | None = None,
     folder: str | Path | None = None,
@@ -51,12 +54,16 @@ def fit(
     """
     if policy not in POLICIES:
         raise BadInput(f"no policy is called {policy!r}: known are {', '.join(POLICIES)}")
+    if verify not in VERIFY:
+        raise BadInput(f"verify is {verify!r}: give {', '.join(VERIFY)}")
     return Tide(
         model,
         optimizer,
         pool=pool,
         tell=_warn,
         budget=budget,
+        policy=policy,
+        verify=verify,
         host_budget=host_budget,
         folder=None if folder is None else Path(folder),
     )
@@ -75,6 +82,8 @@ class Tide:
         pool: bool,
         tell: Callable[[str], None],
         budget: str | float | None = None,
+        policy: str = "autoswap",
+        verify: str = "first",
         host_budget: str | int | None = None,
         folder: Path | None = None,
     ) -> None:
@@ -83,6 +92,7 @@ class Tide:
         if not pool and budget is None:
             raise BadInput("pool=False and no budget leave nothing to do: give a budget")
         self._budget = budget
+        self._policy, self._verify = policy, verify
         self._host_budget = host_budget
         self._folder = folder
         self._wants_pool = pool
@@ -115,6 +125,8 @@ class Tide:
             if self._budget is not None:
                 self._budgeted = Budgeted(
                     self._budget,
+                    policy=self._policy,
+                    verify=self._verify,
                     host_budget=self._host_budget,
                     folder=self._folder,
                     model=self._model,
@@ -140,7 +152,11 @@ class Tide:
         """What it did, in a few lines: planned and measured."""
         parts = []
         if self._budgeted is not None:
-            parts.append(render_swap(self._budgeted.summary()))
+            dynamic = self._budgeted.dynamic_summary()
+            if dynamic is not None:
+                parts.append(render_delta(dynamic))
+            else:
+                parts.append(render_swap(self._budgeted.summary()))
         if self._pool is not None and self._place is not None:
             parts.append(render_pool(self._pool.summary(), self._place.memory()))
         elif self._wants_pool and (self._budgeted is None or self.told_off):

@@ -16,6 +16,7 @@ class State(Enum):
     LEAVING = auto()  # on the device, and being copied out
     AWAY = auto()
     COMING = auto()  # on the device again, and being copied back
+    DROPPED = auto()  # nowhere: it can be made again
     GONE = auto()  # nobody wants it any more
 
 
@@ -29,8 +30,10 @@ class Cell:
         "_tier",
         "asked",
         "bytes",
+        "first_key",
         "handles",
         "key",
+        "replaced",
         "state",
         "storage",
     )
@@ -38,9 +41,11 @@ class Cell:
     def __init__(self, storage: torch.UntypedStorage, tier: Tier) -> None:
         self.storage = storage
         self.key: int = storage._cdata
+        self.first_key = self.key  # of the storage that was saved
         self.bytes = storage.nbytes()
         self.handles = 0
         self.asked = False  # backward has had it: others may hold it now, so it stays
+        self.replaced = False  # its bytes lie in another storage than the one that was saved
         self.state = State.HERE
         self._tier = tier
         self._place: Place | None = None
@@ -53,7 +58,7 @@ class Cell:
 
     def holds(self) -> bool:
         """Whether it takes bytes of the device."""
-        return self.state not in (State.AWAY, State.GONE)
+        return self.state not in (State.AWAY, State.DROPPED, State.GONE)
 
     def alone(self) -> bool:
         """Whether nobody but lowtide can reach the storage: only its handles' tensors lie on it."""
@@ -116,6 +121,10 @@ class Cell:
             return
         self.state = State.HERE
         self._give()
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A saved tensor, over the bytes as they are now."""
+        return tensor
 
     def drop(self) -> None:
         """Nobody wants it any more."""

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide._ir import OpIndex, Trace, ValueId
 from lowtide._runtime.swap.cell import Cell
+from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import Observed
 from lowtide._trace.cut import cut
@@ -32,7 +33,7 @@ class Observer:
     @staticmethod
     def can_begin() -> bool:
         """Whether a mode pushed now stays until it is popped, and is the only one."""
-        return _is_calm() and not torch._C._len_torch_dispatch_stack()
+        return is_calm() and not torch._C._len_torch_dispatch_stack()
 
     def begin(self) -> None:
         """The step begins."""
@@ -42,7 +43,7 @@ class Observer:
     def can_finish(self) -> bool:
         """Whether the mode that was pushed is the one that would be popped."""
         return (
-            _is_calm()
+            is_calm()
             and threading.get_ident() == self._thread
             and _get_current_dispatch_mode() is self._recorder
         )
@@ -108,11 +109,6 @@ class Observer:
         """Record no more."""
         self._recorder.stop()
         self._recorder.__exit__(None, None, None)
-
-
-def _is_calm() -> bool:
-    """Neither in inference mode nor in a backward: both put the stack of modes back on leaving."""
-    return not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def _cleaned(trace: Trace) -> tuple[Trace, dict[int, ValueId]]:

@@ -14,3 +14,8 @@ def quiet() -> AbstractContextManager[Any]:
     if torch._C._len_torch_dispatch_stack():
         return _disable_current_modes()
     return _NOTHING
+
+
+def is_calm() -> bool:
+    """Neither in inference mode nor in a backward: both put the stack of modes back on leaving."""
+    return not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1

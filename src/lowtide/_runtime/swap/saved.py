@@ -69,11 +69,16 @@ class Saved:
     """
 
     def __init__(
-        self, tier: Callable[[torch.device], Tier | None], watcher: Watcher, smallest: int
+        self,
+        tier: Callable[[torch.device], Tier | None],
+        watcher: Watcher,
+        smallest: int,
+        make_cell: Callable[[torch.UntypedStorage, Tier], Cell] = Cell,
     ) -> None:
         self._tier = tier
         self._watcher = watcher
         self._smallest = smallest
+        self._make_cell = make_cell
         self._cells: dict[int, Cell] = {}  # by the storage they hold
         self._lock = threading.RLock()  # backward may run in several threads
         self._depth = 0  # of calls that are inside, of the thread that has the lock
@@ -132,22 +137,20 @@ class Saved:
             tier = self._tier(storage.device)
             if tier is None:
                 return None
-            cell = self._cells[storage._cdata] = Cell(storage, tier)
+            cell = self._cells[storage._cdata] = self._make_cell(storage, tier)
         cell.handles += 1
         return cell
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward gets what was saved, or the error that PyTorch would have raised."""
+        check_version(handle.tensor, handle.version, handle.origin)
         with self:
             self._watcher.unpacking(handle)
-            if handle.cell is not None:
-                handle.cell.have()
-        tensor = handle.tensor
-        if handle.original is not None:
-            original = handle.original()
-            tensor = tensor if original is None else original
-        check_version(tensor, handle.version, handle.origin)
-        return tensor
+            original = None if handle.original is None else handle.original()
+            if handle.cell is None:
+                return handle.tensor if original is None else original
+            handle.cell.have()
+            return handle.cell.shown(handle.tensor) if original is None else original
 
     def let_go(self, cell: Cell) -> None:
         """A handle is gone."""
@@ -165,7 +168,7 @@ class Saved:
             cell = self._gone.popleft()
             cell.handles -= 1
             if not cell.handles:
-                self._cells.pop(cell.key, None)
+                self._cells.pop(cell.first_key, None)
                 cell.drop()
 
     def cells(self) -> list[Cell]:

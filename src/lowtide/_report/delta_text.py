@@ -1,0 +1,48 @@
+"""What the dynamic driver did, in words."""
+
+from dataclasses import dataclass
+
+from lowtide._units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSummary:
+    """A run under a budget so far, without a plan."""
+
+    policy: str
+    budget_bytes: int | None
+    steps: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    dropped: int
+    dropped_bytes: int
+    swapped: int
+    swapped_bytes: int
+    replayed_ops: int
+    replayed_seconds: float
+    checked: int
+    demoted: int
+    out_of_memory: int
+    ops: int
+    driver_seconds: float
+
+
+def render_delta(summary: DeltaSummary) -> str:
+    """A few lines."""
+    if not summary.steps or summary.budget_bytes is None:
+        return f"budget: {summary.policy}, no step yet"
+    lines = [
+        f"budget: {summary.policy}, {summary.steps} steps",
+        f"measured  peak {format_bytes(summary.peak_bytes)} of "
+        f"{format_bytes(summary.budget_bytes)}; plain would hold "
+        f"{format_bytes(summary.plain_peak_bytes)}",
+        f"{summary.dropped} storages of {format_bytes(summary.dropped_bytes)} dropped, "
+        f"{summary.swapped} of {format_bytes(summary.swapped_bytes)} swapped",
+        f"{summary.replayed_ops} ops run again, of some "
+        f"{format_seconds(summary.replayed_seconds)}; {summary.checked} recipes compared with "
+        f"the original, {summary.demoted} refused",
+        f"{summary.ops} ops seen, at {format_seconds(summary.driver_seconds)} an op",
+    ]
+    if summary.out_of_memory:
+        lines.append(f"{summary.out_of_memory} times out of memory, and on")
+    return "\n".join(lines)

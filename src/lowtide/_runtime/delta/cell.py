@@ -1,0 +1,149 @@
+"""A saved storage that can be swapped, or dropped and made again."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.recipe import Value
+from lowtide._runtime.swap.cell import Cell, State
+from lowtide._runtime.swap.quiet import quiet
+from lowtide._runtime.swap.sharing import is_shared
+from lowtide._runtime.swap.tier import Tier
+
+
+class Keeper(Protocol):
+    """Who sees to it that there is room, and makes again what was dropped."""
+
+    ledger: Ledger
+
+    def make_room(self, count: int) -> None:
+        """For so many bytes more."""
+
+    def remake(self, cell: "DeltaCell") -> None:
+        """Have a dropped one's bytes again."""
+
+
+class DeltaCell(Cell):
+    """Knows its value, and while it is dropped the sources that keep it possible."""
+
+    __slots__ = ("__weakref__", "_keeper", "bounces", "last", "pinned", "sources", "value")
+
+    def __init__(self, storage: torch.UntypedStorage, tier: Tier, keeper: Keeper) -> None:
+        super().__init__(storage, tier)
+        self._keeper = keeper
+        self.bounces = 0
+        self.last = keeper.ledger.now  # when it was last used, counted in ops
+        self.pinned = 0  # by those who are about to read it
+        self.sources: list[Value] = []
+        keeper.ledger.see(storage)
+        self.value: Value | None = keeper.ledger.values.get(self.key)
+        if self.value is not None:
+            self.value.cell = weakref.ref(self)
+
+    def alone(self) -> bool:
+        """Whether nobody but lowtide can reach it; on bytes made again lie no handles' tensors."""
+        if self.state is State.GONE:
+            return False
+        return not is_shared(self.storage, 0 if self.replaced else self.handles)
+
+    def can_go(self) -> bool:
+        """Whether its bytes could be had now."""
+        return (
+            self.state in (State.HERE, State.LEAVING)
+            and self.handles > 0
+            and not self.asked
+            and not self.pinned
+            and self.storage.nbytes() == self.bytes
+        )
+
+    def forgo(self, sources: Sequence[Value]) -> None:
+        """Drop the bytes; they can be made again from `sources`."""
+        assert self.state is State.HERE
+        for source in sources:
+            source.dependents.add(self)
+        self.sources = list(sources)
+        self._let_go()
+        self.state = State.DROPPED
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """These are its bytes, made again."""
+        assert self.state is State.DROPPED
+        self._keeper.ledger.away -= self.bytes
+        self.storage = storage
+        self.key = storage._cdata
+        self.replaced = True
+        self.state = State.HERE
+        self._release_sources()
+        if self.value is not None:
+            self.value.storage = weakref.ref(storage)
+            self._keeper.ledger.values[self.key] = self.value
+
+    def bring(self) -> None:
+        """Its bytes are on the device, for lowtide itself to read."""
+        if self.state is State.AWAY:
+            self.fetch()
+        if self.state is State.COMING:
+            self._wait()
+            self.state = State.HERE
+            self._give()
+        elif self.state is State.DROPPED:
+            self._keeper.remake(self)
+
+    def have(self) -> None:
+        """It is here, and whole, for what computes next."""
+        if self.state is State.DROPPED:
+            self._keeper.remake(self)
+        super().have()
+        self.asked = False  # what is handed out can be told from what is kept: see `shown`
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another tensor like a handle's, over the bytes as they are now."""
+        with quiet():
+            if not self.replaced:
+                return tensor.detach()
+            like = torch.empty(0, dtype=tensor.dtype, device=self.storage.device)
+            return like.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def drop(self) -> None:
+        """Nobody wants it any more; but others may be made from it."""
+        if self.state is State.GONE:
+            return
+        value = self.value
+        if value is not None and value.dependents:
+            if self.state is State.DROPPED:
+                for source in self.sources:
+                    source.dependents |= value.dependents
+                for dependent in value.dependents:
+                    dependent.sources += self.sources
+            else:
+                self.bring()
+                value.held = self.storage
+        if self.state in (State.AWAY, State.DROPPED):
+            self._keeper.ledger.away -= self.bytes
+        self._release_sources()
+        super().drop()
+
+    def _release_sources(self) -> None:
+        for source in self.sources:
+            source.dependents.discard(self)
+            if not source.dependents and source.call is not None and source.saved() is None:
+                source.held = None  # it was held for us alone
+        self.sources = []
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._keeper.ledger.away += self.bytes
+        self._keeper.ledger.resized(self.storage)
+
+    def _take_again(self) -> None:
+        self.pinned += 1
+        try:
+            self._keeper.make_room(self.bytes)
+        finally:
+            self.pinned -= 1
+        super()._take_again()
+        self._keeper.ledger.away -= self.bytes
+        self._keeper.ledger.resized(self.storage)

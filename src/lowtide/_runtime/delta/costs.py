@@ -1,0 +1,113 @@
+"""What ops cost: their time and the bytes they make, remembered by what they are and are given."""
+
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+_SAMPLES = 3  # runs of an op of one shape that are timed
+_MOST = 20_000  # shapes remembered
+_UNKNOWN = 20e-6  # seconds, of an op that was never timed
+
+
+class Costs:
+    """Times are those of the kernels: on a GPU between two events, of which few are made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._made: dict[Hashable, int] = {}
+        self._seconds: dict[Hashable, list[float]] = {}
+        self._pending: list[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def expected_bytes(
+        self,
+        key: Hashable,
+        func: OpOverload[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> int:
+        """What the op is going to make: as much as last time, or as its meta kernel says."""
+        known = self._made.get(key)
+        if known is None:
+            known = self._made[key] = _meta_bytes(func, args, kwargs)
+        return known
+
+    def known_bytes(self, key: Hashable) -> int:
+        """What an op that has run before made."""
+        return self._made.get(key, 0)
+
+    def saw_bytes(self, key: Hashable, count: int) -> None:
+        """What it has made."""
+        if len(self._made) > _MOST:
+            self._made.clear()
+        self._made[key] = count
+
+    def wants(self, key: Hashable) -> bool:
+        """Whether a run of it should be timed."""
+        return len(self._seconds.setdefault(key, [])) < _SAMPLES
+
+    def start(self) -> Any:
+        """Before the op."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self, key: Hashable, began: Any) -> None:
+        """After it."""
+        if not self._on_cuda:
+            self._seconds[key].append(time.perf_counter() - began)
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._pending.append((key, began, event))
+
+    def collect(self) -> None:
+        """Read what the GPU is done with."""
+        while self._pending and self._pending[0][2].query():
+            key, began, ended = self._pending.pop(0)
+            self._seconds[key].append(began.elapsed_time(ended) / 1e3)
+        if len(self._seconds) > _MOST:
+            self._seconds.clear()
+
+    def seconds(self, key: Hashable) -> float:
+        """The least that was measured: the others waited for something."""
+        return min(self._seconds.get(key) or (_UNKNOWN,))
+
+
+def _meta_bytes(func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    seen: set[int] = set()
+
+    def meta(thing: Any) -> Any:
+        if isinstance(thing, torch.Tensor):
+            like = torch.empty_strided(
+                thing.size(), thing.stride(), dtype=thing.dtype, device="meta"
+            )
+            seen.add(like.untyped_storage()._cdata)
+            return like
+        if isinstance(thing, list | tuple):
+            return [meta(item) for item in thing]
+        return torch.device("meta") if isinstance(thing, torch.device) else thing
+
+    given = [meta(arg) for arg in args]
+    named = {name: meta(thing) for name, thing in kwargs.items()}
+    try:
+        result = func(*given, **named)
+    except Exception:  # noqa: BLE001 - it has none, or needs to see numbers
+        return _most_bytes((*args, *kwargs.values()))
+    total = 0
+    for tensor in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
+    return total
+
+
+def _most_bytes(things: Sequence[Any]) -> int:
+    sizes = [thing.nbytes for thing in things if isinstance(thing, torch.Tensor)]
+    return max(sizes, default=0)

@@ -1,0 +1,315 @@
+"""Training under a budget with no plan: every op is seen, and room is made before it runs."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from lowtide._errors import LowtideError
+from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.mode import SeeingMode
+from lowtide._runtime.delta.recipe import Call, Recipe, Value, find_recipe
+from lowtide._runtime.delta.record import Captor, Known, known, shape_key, written_by
+from lowtide._runtime.delta.replay import Replayer, generator_of
+from lowtide._runtime.delta.room import PUBLISHED, Room
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.quiet import is_calm, quiet
+from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.tier import Tier, as_bytes
+from lowtide._trace.tensors import has_storage, tensors_in
+
+VERIFY = ("first", "always", "never")
+_AHEAD = 8  # cells that may be on their way back before backward asks for them
+_MOST_STEPS = 1000
+_SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
+
+
+class Dynamic:
+    """Told of every op, save and request, it keeps what the device holds within the budget."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int | None,
+        policy: str,
+        verify: str,
+        speed: Callable[[], float],
+    ) -> None:
+        self._verify = verify
+        self.ledger = Ledger(device)
+        self._costs = Costs(device)
+        self.room = Room(self.ledger, self._costs, budget, policy, speed)
+        self._captor = Captor(self.ledger)
+        self.replayer = Replayer(self.ledger, self._costs, self.room.run)
+        self.room.recipe_of = self._reliable
+        self.room.cost_of = self.replayer.cost
+        self._mode: SeeingMode | None = None
+        self._saves = 0
+        self._at: dict[int, int] = {}  # the place of each cell in their row
+        self._trusted: set[Any] = set()  # recipes that were found to be right
+        self.demoted: set[Any] = set()  # ... and wrong
+        self._largest = 0  # bytes that an op of this step made
+        self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
+        self.plain_peak = 0
+        self.ops = 0
+        self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
+
+    def own_seconds_per_op(self) -> float:
+        """What seeing an op costs, from those on which it was measured."""
+        return self._own_seconds / self._own_ops if self._own_ops else 0.0
+
+    # Its life.
+
+    def start(self, lock: AbstractContextManager[None]) -> None:
+        """See ops from now on."""
+        self.room.lock = lock
+        self.ledger.admit_existing()
+        self._push()
+
+    def _push(self) -> None:
+        if self._mode is None and is_calm():
+            self._mode = SeeingMode(self.see)
+            self._mode.begin()
+
+    def stop(self) -> None:
+        """See no op any more, and hold nothing back."""
+        self.room.budget = None
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.leave()
+
+    def forget(self) -> None:
+        """Refer to nothing of the program's any more."""
+        self.room.cells = []
+        self._at.clear()
+        self.ledger.new_graphs()
+
+    def mark(self) -> None:
+        """The step is over."""
+        self._costs.collect()
+        self.plain_peak = max(self.plain_peak, self.ledger.plain_peak)
+        self.peaks.append(self.ledger.peak)
+        self.room.cells = [cell for cell in self.room.cells if cell.handles]
+        self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
+        self.ledger.new_graphs()
+        if self.ledger.device.type == "cuda":
+            self.ledger.count_unseen()
+        self.ledger.begin_step()
+        self._largest = 0
+        self._push()
+
+    # What the hooks tell.
+
+    def make_cell(self, storage: torch.UntypedStorage, tier: Tier) -> DeltaCell:
+        """For a storage that is saved for the first time."""
+        cell = DeltaCell(storage, tier, self)
+        self._at[id(cell)] = len(self.room.cells)
+        self.room.cells.append(cell)
+        return cell
+
+    def packed(self, handle: Handle) -> None:
+        """A tensor was saved."""
+        handle.number = self._saves
+        self._saves += 1
+        cell = handle.cell
+        if isinstance(cell, DeltaCell) and cell.handles == 1 and cell.value is not None:
+            self._consider(cell.value)
+
+    def unpacking(self, handle: Handle) -> None:
+        """Backward asks for one: what it is going to ask for next may already come back."""
+        cell = handle.cell
+        if not isinstance(cell, DeltaCell):
+            return
+        cell.last = self.ledger.now
+        at = self._at.get(id(cell))
+        if at is None or self.room.budget is None or self.room.policy == PUBLISHED:
+            return
+        for other in reversed(self.room.cells[max(0, at - _AHEAD) : at]):
+            if other.state is State.AWAY and other.handles:
+                if not self.room.has(other.bytes + self._largest + cell.bytes):
+                    return
+                other.fetch()
+
+    # One op.
+
+    def see(self, func: OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op of the program."""
+        what = known(func)
+        if what.view:
+            return func(*args, **kwargs)
+        self.ops += 1
+        self.ledger.now += 1
+        sampled = self.ops % _SAMPLED == 0
+        began = time.perf_counter() if sampled else 0.0
+        key = shape_key(func, args, kwargs)
+        written = written_by(what, args, kwargs)
+        for tensor in written:
+            self._before_write(tensor)
+        call = None
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            call = self._captor.capture(func, what, args, kwargs, key)
+        need = self._costs.expected_bytes(key, func, args, kwargs)
+        result = self._run(func, args, kwargs, what, key, need, call, sampled)
+        self._after(result, written, key, call)
+        if sampled:
+            self._own_seconds += time.perf_counter() - began - self._in_op
+            self._own_ops += 1
+        return result
+
+    def _run(
+        self,
+        func: OpOverload[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        what: Known,
+        key: Any,
+        need: int,
+        call: Call | None,
+        sampled: bool,
+    ) -> Any:
+        timed = call is not None and self._costs.wants(key)
+
+        def work() -> Any:
+            if sampled:
+                began_op = time.perf_counter()
+            if not timed:
+                result = func(*args, **kwargs)
+            else:
+                began = self._costs.start()
+                result = func(*args, **kwargs)
+                self._costs.stop(key, began)
+            if sampled:
+                self._in_op = time.perf_counter() - began_op
+            return result
+
+        if not what.facts.may_be_random:
+            return self.room.run(work, need, what.facts.name, retry=what.retriable)
+        generator = generator_of(self.ledger.device)
+        state = call.random if call is not None and call.random is not None else None
+        if state is None:
+            state = generator.get_state()
+        begin_again = state
+
+        def before_retry() -> None:
+            generator.set_state(begin_again)
+
+        return self.room.run(
+            work, need, what.facts.name, retry=what.retriable, before_retry=before_retry
+        )
+
+    def _after(self, result: Any, written: list[torch.Tensor], key: Any, call: Call | None) -> None:
+        """Count what was made, and write down how."""
+        made = 0
+        ledger = self.ledger
+        for place, tensor in enumerate(tensors_in(result)):
+            if tensor.device != ledger.device or not has_storage(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if not ledger.see(storage):
+                continue
+            made += storage.nbytes()
+            if call is not None:
+                value = Value(storage, call)
+                ledger.values[storage._cdata] = value
+                call.makes.append((place, weakref.ref(value)))
+        if written:
+            self._after_write(written, call)
+        self._costs.saw_bytes(key, made)
+        self._largest = max(self._largest, made)
+
+    def _after_write(self, written: list[torch.Tensor], call: Call | None) -> None:
+        storages = [tensor.untyped_storage() for tensor in written]
+        keys = [storage._cdata for storage in storages]
+        for storage, key in zip(storages, keys, strict=True):
+            place = _place_of(call, key) if call is not None else None
+            if call is None or place is None or keys.count(key) > 1:
+                self.ledger.written(storage, None)
+                continue
+            value = Value(storage, call)
+            self.ledger.written(storage, value)
+            call.writes.append((place, weakref.ref(value)))
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        """What was dropped and depends on these bytes must be had first."""
+        value = self.ledger.known(tensor.untyped_storage())
+        if value is None or not value.dependents or value.call is not None:
+            return
+        with self.room.lock:
+            for cell in tuple(value.dependents):
+                cell.bring()
+
+    # What cells ask for.
+
+    def make_room(self, count: int) -> None:
+        """For so many bytes more."""
+        self.room.make(count)
+
+    def remake(self, cell: DeltaCell) -> None:
+        """Have a dropped one's bytes again."""
+        cell.bounces += 1
+        self.room.counts["remade"] += 1
+        with self.room.lock:
+            self.replayer.remake(cell)
+
+    # Whether recipes can be relied on.
+
+    def _reliable(self, value: Value) -> Recipe | None:
+        """How to make it again, if that can be relied on."""
+        return find_recipe(value) if value.trusted else None
+
+    def _consider(self, value: Value) -> None:
+        """The first time something of this kind is saved: does its recipe make just that?"""
+        if self._verify == "never":
+            value.trusted = True
+            return
+        if self.room.budget is None or self.room.policy == PUBLISHED:
+            return
+        recipe = find_recipe(value)
+        if recipe is None or recipe.key in self.demoted:
+            value.spoilt = True
+            return
+        if recipe.key in self._trusted:
+            value.trusted = True
+            return
+        if not self.room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
+            return
+        self.room.counts["checked"] += 1
+        if self._is_right(value, recipe):
+            value.trusted = True
+            self._trusted.add(recipe.key)
+        else:
+            value.spoilt = True
+            self.demoted.add(recipe.key)
+
+    def _is_right(self, value: Value, recipe: Recipe) -> bool:
+        storage = value.storage()
+        if storage is None:
+            return False
+        try:
+            with self.room.lock:
+                found = self.replayer.replay(recipe.calls, value, lambda *_: None)
+        except (LowtideError, RuntimeError):
+            return False
+        with quiet(), torch.no_grad():
+            same = found.nbytes() == storage.nbytes()
+            return same and bool(torch.equal(_words(found), _words(storage)))
+
+
+def _words(storage: torch.UntypedStorage) -> torch.Tensor:
+    row = as_bytes(storage)
+    return row.view(torch.int64) if row.numel() % 8 == 0 else row
+
+
+def _place_of(call: Call, key: int) -> int | None:
+    """Which source of the call lies in the storage that it wrote to."""
+    for place, source in enumerate(call.sources):
+        if source.value.key == key:
+            return None if source.ignored else place
+    return None

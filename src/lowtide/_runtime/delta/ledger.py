@@ -1,0 +1,157 @@
+"""Which storages are there, how many bytes they hold, and which value each of them is."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lowtide._runtime.delta.recipe import Value
+from lowtide._trace.tensors import has_storage
+
+GRAIN = 512  # PyTorch hands out multiples of it on a GPU, and of 64 on a CPU
+
+
+class Ledger:
+    """Counts the bytes of all storages on one device, from their first sight to their end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.now = 0  # ops so far
+        self.held = 0
+        self.away = 0  # bytes of what lowtide has taken away and plain training would hold
+        self.peak = 0
+        self.plain_peak = 0
+        self.values: dict[int, Value] = {}  # by storage, as long as it is there
+        self._leaves: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._sizes: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._unseen = 0
+        self._grain = GRAIN if device.type == "cuda" else 64
+        self._forget_later: Callable[[int], None] = partial(_forget, weakref.ref(self))
+
+    def admit_existing(self) -> None:
+        """All storages that Python can reach; on a GPU also what it cannot."""
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor):
+                self._admit(thing)
+                if thing.is_leaf and thing.grad is not None:
+                    self._admit(thing.grad)
+        if self.device.type == "cuda":
+            self.count_unseen()
+
+    def count_unseen(self) -> None:
+        """Bytes of the GPU that no storage here is known to hold."""
+        seen = self.held - self._unseen
+        self._unseen = max(0, torch.cuda.memory_allocated(self.device) - seen)
+        self.held = seen + self._unseen
+
+    def _admit(self, tensor: torch.Tensor) -> None:
+        try:
+            if tensor.device == self.device and has_storage(tensor):
+                self.see(tensor.untyped_storage())
+        except (RuntimeError, NotImplementedError, ReferenceError):
+            return  # a wrapper, or a tensor without memory
+
+    def see(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage, if it was not known yet."""
+        key = storage._cdata
+        if key in self._sizes:
+            return False
+        size = self._rounded(storage.nbytes())
+        self._sizes[key] = size
+        self._refs[key] = weakref.ref(storage, partial(self._forget_later, key))
+        self.held += size
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        self.peak = max(self.peak, self.held)
+        self.plain_peak = max(self.plain_peak, self.held + self.away)
+
+    def begin_step(self) -> None:
+        """Peaks are those of a step."""
+        self.peak, self.plain_peak = self.held, self.held + self.away
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Its bytes were given back, or taken again."""
+        key = storage._cdata
+        size = self._rounded(storage.nbytes())
+        before = self._sizes.get(key)
+        if before is None:
+            self.see(storage)
+            return
+        self._sizes[key] = size
+        self.held += size - before
+        self._look()
+
+    def forget(self, key: int) -> None:
+        """The storage is gone."""
+        self.held -= self._sizes.pop(key, 0)
+        self._refs.pop(key, None)
+        self.values.pop(key, None)
+
+    def value_of(self, storage: torch.UntypedStorage) -> Value:
+        """What the storage is: made by an op that was seen, or else something given."""
+        key = storage._cdata
+        value = self.values.get(key) or self._leaves.get(key)
+        if value is None:
+            self.see(storage)
+            value = Value(storage, None)
+            value.held = storage
+            self._leaves[key] = value
+        elif value.cell is not None:
+            cell = value.cell()
+            if cell is not None:
+                cell.last = self.now
+        return value
+
+    def known(self, storage: torch.UntypedStorage) -> Value | None:
+        """What the storage is, if it was ever used or made."""
+        key = storage._cdata
+        return self.values.get(key) or self._leaves.get(key)
+
+    def written(self, storage: torch.UntypedStorage, value: Value | None) -> None:
+        """It is no longer what it was, but `value`, or something unknown."""
+        key = storage._cdata
+        old = self.values.pop(key, None)
+        if old is not None:
+            old.storage = _nothing
+            cell = old.saved()
+            if cell is not None:
+                cell.value = value
+                if value is not None:
+                    value.cell = old.cell
+            old.cell = None
+        leaf = self._leaves.pop(key, None)
+        if leaf is not None:
+            leaf.held = None
+            leaf.spoilt = True
+        if value is not None:
+            self.values[key] = value
+
+    def is_current(self, value: Value) -> torch.UntypedStorage | None:
+        """The value's storage, if it is there and still is that value."""
+        storage = value.storage()
+        if storage is None or not storage.nbytes():
+            return None
+        return storage if self.values.get(storage._cdata) is value else None
+
+    def new_graphs(self) -> None:
+        """Recipes lead no further back than here: what is there now counts as given."""
+        self.values.clear()
+
+    def _rounded(self, count: int) -> int:
+        return -(-count // self._grain) * self._grain
+
+
+_gone = torch.UntypedStorage(0)
+_nothing = weakref.ref(_gone)
+del _gone
+
+
+def _forget(ledger: "weakref.ref[Ledger]", key: int, _storage: object = None) -> None:
+    found = ledger()
+    if found is not None:
+        found.forget(key)

@@ -1,0 +1,42 @@
+"""The dispatch mode through which every op is seen."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from lowtide._runtime.swap.quiet import is_calm
+
+See = Callable[[OpOverload[..., Any], Sequence[Any], dict[str, Any]], Any]
+
+
+class SeeingMode(TorchDispatchMode):
+    """Shows every op, in backward too: PyTorch carries modes into its backward threads."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, see: See) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see: See | None = see
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        _types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._see is None or not isinstance(func, OpOverload):
+            return func(*args, **(kwargs or {}))
+        return self._see(func, args, kwargs or {})
+
+    def begin(self) -> None:
+        """Onto the stack of modes. Only where it is calm."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """See nothing any more; off the stack, if this is the moment to leave it."""
+        self._see = None
+        if is_calm() and _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -1,0 +1,133 @@
+"""Values and how each was made: what recomputing needs to know of an op that has run."""
+
+import weakref
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from lowtide._runtime.swap.cell import State
+from lowtide._trace.schema import OpFacts
+
+LONGEST = 48  # ops of one recipe
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A tensor that an op was given: some value, seen in some way."""
+
+    value: "Value"
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    ignored: bool = False  # running statistics: written, and of no influence on the result
+
+    def seen_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor again, over bytes that lie elsewhere."""
+        like = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return like.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An op that has run, so that it can be run again."""
+
+    func: OpOverload[..., Any]
+    facts: OpFacts
+    args: tuple[Any, ...]  # with a Source for each tensor
+    kwargs: dict[str, Any]
+    sources: list[Source]
+    key: Hashable  # alike for calls that do the same to tensors of the same shape
+    cost: Hashable  # under which its time and bytes are remembered
+    random: torch.Tensor | None  # the generator's state before it
+    device: torch.device
+    makes: "list[tuple[int, weakref.ref[Value]]]"  # its results, by their place among them
+    writes: "list[tuple[int, weakref.ref[Value]]]"  # what it wrote to, by the source's place
+
+    def made(self) -> "Iterator[Value]":
+        """Its results that still matter to anybody."""
+        for _, known in (*self.makes, *self.writes):
+            value = known()
+            if value is not None:
+                yield value
+
+
+class Value:
+    """One version of one storage."""
+
+    __slots__ = (
+        "__weakref__",
+        "bytes",
+        "call",
+        "cell",
+        "dependents",
+        "held",
+        "key",
+        "spoilt",
+        "storage",
+        "trusted",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, call: Call | None) -> None:
+        self.bytes: int = storage.nbytes()
+        self.key: int = storage._cdata  # of the storage that it was made in
+        self.call = call
+        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
+        self.held: torch.UntypedStorage | None = None  # for those whom it is a source of
+        self.cell: weakref.ref[Any] | None = None  # if it was saved for backward
+        self.dependents: set[Any] = set()  # dropped cells of which it is a source
+        self.spoilt = False  # written to since, or found not to be what its recipe makes
+        self.trusted = False  # found to be just what its recipe makes
+
+    def saved(self) -> Any | None:
+        """Its cell, as long as somebody wants it."""
+        cell = None if self.cell is None else self.cell()
+        return None if cell is None or cell.state is State.GONE else cell
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What has to be run to have a value again, in order, and what for that must be there."""
+
+    calls: tuple[Call, ...]
+    sources: tuple[Value, ...]
+    key: Hashable
+
+
+def find_recipe(value: Value) -> Recipe | None:
+    """Back from `value` over what was not saved, to values that are held or saved."""
+    if value.call is None or value.spoilt:
+        return None
+    calls: dict[int, Call] = {}
+    sources: dict[int, Value] = {}
+    shape: list[Hashable] = []
+    order: list[Call] = []
+    stack: list[tuple[Call, int]] = [(value.call, 0)]
+    calls[id(value.call)] = value.call
+    while stack:
+        call, at = stack.pop()
+        if at == len(call.sources):
+            order.append(call)
+            shape.append(call.key)
+            continue
+        stack.append((call, at + 1))
+        source = call.sources[at]
+        if source.ignored:
+            continue
+        found = source.value
+        if id(found) in sources:
+            shape.append(len(sources))
+        elif found.held is not None or found.saved() is not None:
+            sources[id(found)] = found
+            shape.append((source.dtype, source.size, source.stride))
+        elif found.call is None or found.spoilt or (found.cell is not None and not found.trusted):
+            return None
+        elif id(found.call) not in calls:
+            if len(calls) == LONGEST:
+                return None
+            calls[id(found.call)] = found.call
+            stack.append((found.call, 0))
+    return Recipe(tuple(order), tuple(sources.values()), tuple(shape))

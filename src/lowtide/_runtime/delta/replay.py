@@ -1,0 +1,248 @@
+"""Recipes -> bytes: ops run again, below autograd, on what they were given the first time."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.recipe import Call, Source, Value
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.quiet import quiet
+from lowtide._trace.tensors import tensors_in
+
+_ON_DEVICE = (State.HERE, State.LEAVING, State.COMING, State.AWAY)
+
+
+class Replayer:
+    """`run` is how an op is run: with room made for it, and again if there was too little."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        costs: Costs,
+        run: Callable[[Callable[[], Any], int], Any],
+    ) -> None:
+        self._ledger = ledger
+        self._costs = costs
+        self._run = run
+        self.calls = 0  # made again so far
+        self.seconds = 0.0  # what they are known to take
+
+    def needed(self, value: Value) -> list[Call]:
+        """What has to be run now to have `value`, in order."""
+        assert value.call is not None
+        order: list[Call] = []
+        seen = {id(value.call)}
+        stack = [(value.call, 0)]
+        while stack:
+            call, at = stack.pop()
+            if at == len(call.sources):
+                order.append(call)
+                continue
+            stack.append((call, at + 1))
+            source = call.sources[at]
+            if source.ignored or self._is_there(source.value):
+                continue
+            made_by = source.value.call
+            assert made_by is not None, "a source of what was dropped is gone"
+            if id(made_by) not in seen:
+                seen.add(id(made_by))
+                stack.append((made_by, 0))
+        return order
+
+    def _is_there(self, value: Value) -> bool:
+        if value.held is not None:
+            return True
+        cell = value.saved()
+        if cell is not None:
+            return cell.state in _ON_DEVICE
+        return self._ledger.is_current(value) is not None
+
+    def cost(self, value: Value, most: float) -> float:
+        """Seconds to have `value` again as things are now, or a figure above `most`."""
+        assert value.call is not None
+        total = 0.0
+        seen = {id(value.call)}
+        stack = [value.call]
+        while stack:
+            call = stack.pop()
+            total += self._costs.seconds(call.cost)
+            if total > most:
+                return total
+            for source in call.sources:
+                if source.ignored or self._is_there(source.value):
+                    continue
+                made_by = source.value.call
+                if made_by is None:
+                    return float("inf")
+                if id(made_by) not in seen:
+                    seen.add(id(made_by))
+                    stack.append(made_by)
+        return total
+
+    def remake(self, cell: DeltaCell) -> None:
+        """Run what is needed; other dropped values that come by are kept as well."""
+        value = cell.value
+        assert value is not None
+        self.replay(self.needed(value), value, self._adopt)
+        assert cell.state is not State.DROPPED
+
+    def _adopt(self, value: Value, storage: torch.UntypedStorage) -> None:
+        cell = value.saved()
+        if cell is not None and cell.state is State.DROPPED:
+            cell.adopt(storage)
+
+    def replay(
+        self,
+        calls: Sequence[Call],
+        target: Value,
+        made: Callable[[Value, torch.UntypedStorage], None],
+    ) -> torch.UntypedStorage:
+        """Run `calls`; `made` is told of every value on the way. Gives the target's bytes."""
+        uses = Counter(
+            id(source.value) for call in calls for source in call.sources if not source.ignored
+        )
+        uses[id(target)] += 1
+        mine: dict[int, torch.UntypedStorage] = {}
+        pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
+        try:
+            for call in calls:
+                given = self._given(call, mine, pinned)
+                self._run_call(call, given, uses, mine, pinned, made)
+            return mine[id(target)]
+        finally:
+            for cell in pinned.values():
+                cell.pinned -= 1
+
+    def _given(
+        self, call: Call, mine: dict[int, torch.UntypedStorage], pinned: dict[int, DeltaCell]
+    ) -> list[torch.UntypedStorage | None]:
+        """The bytes of each source, on the device and going to stay there."""
+        found: list[torch.UntypedStorage | None] = []
+        for source in call.sources:
+            value = source.value
+            if source.ignored:
+                found.append(None)
+                continue
+            storage = mine.get(id(value)) or value.held
+            if storage is None:
+                cell = value.saved()
+                if cell is not None and cell.state is not State.DROPPED:
+                    _pin(cell, value, pinned)
+                    cell.bring()
+                    storage = cell.storage
+                else:
+                    storage = self._ledger.is_current(value)
+            assert storage is not None, "a source of what was dropped is gone"
+            found.append(storage)
+        return found
+
+    def _run_call(
+        self,
+        call: Call,
+        given: list[torch.UntypedStorage | None],
+        uses: "Counter[int]",
+        mine: dict[int, torch.UntypedStorage],
+        pinned: dict[int, DeltaCell],
+        made: Callable[[Value, torch.UntypedStorage], None],
+    ) -> None:
+        writes = dict(call.writes)
+        for at in writes:  # it is not to write where others read
+            value = call.sources[at].value
+            if uses[id(value)] > 1 or id(value) not in mine:
+                bytes_there = given[at]
+                assert bytes_there is not None
+                given[at] = self._run(bytes_there.clone, value.bytes)
+                self._ledger.see(_sure(given[at]))
+        with quiet(), torch.no_grad(), torch.inference_mode(False):
+            tensors = [
+                torch.zeros(source.size, dtype=source.dtype, device=call.device)
+                if storage is None
+                else source.seen_on(storage)
+                for source, storage in zip(call.sources, given, strict=True)
+            ]
+            result = self._again(call, tensors)
+        self.calls += 1
+        self.seconds += self._costs.seconds(call.cost)
+        for source in call.sources:
+            if not source.ignored:
+                uses[id(source.value)] -= 1
+                if not uses[id(source.value)]:
+                    mine.pop(id(source.value), None)
+                    cell = pinned.pop(id(source.value), None)
+                    if cell is not None:
+                        cell.pinned -= 1
+        results = list(tensors_in(result))
+        found = [(results[at].untyped_storage(), known()) for at, known in call.makes]
+        found += [(_sure(given[at]), known()) for at, known in call.writes]
+        for storage, remade in found:
+            self._ledger.see(storage)
+            if remade is None:
+                continue
+            made(remade, storage)
+            if uses[id(remade)]:
+                mine[id(remade)] = storage
+                cell = remade.saved()
+                if cell is not None and cell.storage is storage:
+                    _pin(cell, remade, pinned)
+
+    def _again(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+        """The call itself, with the random numbers that it had."""
+        given = iter(tensors)
+        args = _filled(call.args, given)
+        kwargs = _filled(call.kwargs, given)
+        need = self._costs.known_bytes(call.cost)
+
+        def work() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return call.func(*args, **kwargs)
+
+        if call.random is None:
+            return self._run(work, need)
+        generator = generator_of(call.device)
+        before = generator.get_state()
+        try:
+
+            def work_from_state() -> Any:
+                generator.set_state(_sure(call.random))
+                return work()
+
+            return self._run(work_from_state, need)
+        finally:
+            generator.set_state(before)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one that ops on `device` use."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:
+    if id(value) not in pinned:
+        pinned[id(value)] = cell
+        cell.pinned += 1
+
+
+def _filled(thing: Any, tensors: Any) -> Any:
+    """The captured argument, with the next tensors in place of its sources."""
+    if isinstance(thing, Source):
+        return next(tensors)
+    if isinstance(thing, tuple):
+        return tuple(_filled(item, tensors) for item in thing)
+    if isinstance(thing, list):
+        return [_filled(item, tensors) for item in thing]
+    if isinstance(thing, dict):
+        return {name: _filled(item, tensors) for name, item in thing.items()}
+    return thing
+
+
+def _sure(thing: Any) -> Any:
+    assert thing is not None
+    return thing
