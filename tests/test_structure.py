@@ -63,6 +63,7 @@ USES_TORCH = (
             "record",
             "replay",
             "room",
+            "verify",
         ]
     }
     | {"_machine/measure.py", "_cli/doctor.py"}

@@ -6,18 +6,25 @@ from typing import Protocol
 
 import torch
 
+from lowtide._errors import LowtideError
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Value
+from lowtide._runtime.delta.verify import digest
 from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.sharing import is_shared
 from lowtide._runtime.swap.tier import Tier
 
 
+class WrongRecipe(LowtideError, RuntimeError):
+    """What was made again is not what was dropped."""
+
+
 class Keeper(Protocol):
     """Who sees to it that there is room, and makes again what was dropped."""
 
     ledger: Ledger
+    digests: bool  # whether what was dropped is compared when it is back
 
     def make_room(self, count: int) -> None:
         """For so many bytes more."""
@@ -29,7 +36,16 @@ class Keeper(Protocol):
 class DeltaCell(Cell):
     """Knows its value, and while it is dropped the sources that keep it possible."""
 
-    __slots__ = ("__weakref__", "_keeper", "bounces", "last", "pinned", "sources", "value")
+    __slots__ = (
+        "__weakref__",
+        "_digest",
+        "_keeper",
+        "bounces",
+        "last",
+        "pinned",
+        "sources",
+        "value",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, tier: Tier, keeper: Keeper) -> None:
         super().__init__(storage, tier)
@@ -38,6 +54,7 @@ class DeltaCell(Cell):
         self.last = keeper.ledger.now  # when it was last used, counted in ops
         self.pinned = 0  # by those who are about to read it
         self.sources: list[Value] = []
+        self._digest = 0
         keeper.ledger.see(storage)
         self.value: Value | None = keeper.ledger.values.get(self.key)
         if self.value is not None:
@@ -65,12 +82,19 @@ class DeltaCell(Cell):
         for source in sources:
             source.dependents.add(self)
         self.sources = list(sources)
+        if self._keeper.digests:
+            self._digest = digest(self.storage)
         self._let_go()
         self.state = State.DROPPED
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """These are its bytes, made again."""
         assert self.state is State.DROPPED
+        if self._keeper.digests and digest(storage) != self._digest:
+            raise WrongRecipe(
+                "a saved tensor that was dropped could not be made again bit for bit: "
+                "please report it, and go on with policy='autoswap'"
+            )
         self._keeper.ledger.away -= self.bytes
         self.storage = storage
         self.key = storage._cdata

@@ -4,7 +4,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -18,16 +18,20 @@ from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.recipe import Call, Recipe, Value, find_recipe
 from lowtide._runtime.delta.record import Captor, Known, known, shape_key, written_by
 from lowtide._runtime.delta.replay import Replayer, generator_of
-from lowtide._runtime.delta.room import PUBLISHED, Room
+from lowtide._runtime.delta.room import PUBLISHED, OutOfBudget, Room
+from lowtide._runtime.delta.verify import same_bytes
 from lowtide._runtime.swap.cell import State
-from lowtide._runtime.swap.quiet import is_calm, quiet
+from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
-from lowtide._runtime.swap.tier import Tier, as_bytes
+from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.tensors import has_storage, tensors_in
 
 VERIFY = ("first", "always", "never")
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
+_LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
+_LOOSE_STEPS = 2  # in a row, until then
+_MORE = 1.02  # times what such a step saved: it is another step
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
 
@@ -43,6 +47,7 @@ class Dynamic:
         speed: Callable[[], float],
     ) -> None:
         self._verify = verify
+        self.digests = verify == "always"
         self.ledger = Ledger(device)
         self._costs = Costs(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
@@ -51,7 +56,10 @@ class Dynamic:
         self.room.recipe_of = self._reliable
         self.room.cost_of = self.replayer.cost
         self._mode: SeeingMode | None = None
-        self._saves = 0
+        self._loose_steps = 0
+        self._saves = self._saved_bytes = 0  # of this step
+        self._known_bytes = 0  # what the last step that was watched saved
+        self._known_peak = 0  # ... and held
         self._at: dict[int, int] = {}  # the place of each cell in their row
         self._trusted: set[Any] = set()  # recipes that were found to be right
         self.demoted: set[Any] = set()  # ... and wrong
@@ -78,12 +86,15 @@ class Dynamic:
             self._mode = SeeingMode(self.see)
             self._mode.begin()
 
-    def stop(self) -> None:
-        """See no op any more, and hold nothing back."""
-        self.room.budget = None
+    def _pop(self) -> None:
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.leave()
+
+    def stop(self) -> None:
+        """See no op any more, and hold nothing back."""
+        self.room.budget = None
+        self._pop()
 
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
@@ -94,16 +105,38 @@ class Dynamic:
     def mark(self) -> None:
         """The step is over."""
         self._costs.collect()
-        self.plain_peak = max(self.plain_peak, self.ledger.plain_peak)
-        self.peaks.append(self.ledger.peak)
+        if self._mode is None:
+            self._look_again()
+        else:
+            self._look()
+        self._saves = self._saved_bytes = 0
         self.room.cells = [cell for cell in self.room.cells if cell.handles]
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
         self.ledger.new_graphs()
-        if self.ledger.device.type == "cuda":
+        if self._mode is not None and self.ledger.device.type == "cuda":
             self.ledger.count_unseen()
         self.ledger.begin_step()
         self._largest = 0
-        self._push()
+
+    def _look(self) -> None:
+        """A step that was watched: is that worth its while?"""
+        ledger = self.ledger
+        self.plain_peak = max(self.plain_peak, ledger.plain_peak)
+        self.peaks.append(ledger.peak)
+        budget = self.room.budget
+        loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
+        self._loose_steps = self._loose_steps + 1 if loose else 0
+        self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
+        if self._loose_steps >= _LOOSE_STEPS and is_calm():
+            self._pop()
+
+    def _look_again(self) -> None:
+        """A step that was not watched: if it was another one than those before, the next is."""
+        self.peaks.append(self._known_peak)
+        if self._saved_bytes > _MORE * self._known_bytes and is_calm():
+            self._loose_steps = 0
+            self.ledger.admit_existing()
+            self._push()
 
     # What the hooks tell.
 
@@ -119,8 +152,21 @@ class Dynamic:
         handle.number = self._saves
         self._saves += 1
         cell = handle.cell
-        if isinstance(cell, DeltaCell) and cell.handles == 1 and cell.value is not None:
+        if not isinstance(cell, DeltaCell) or cell.handles != 1:
+            return
+        self._saved_bytes += cell.bytes
+        if self._mode is None:
+            self._guess()
+        elif cell.value is not None:
             self._consider(cell.value)
+
+    def _guess(self) -> None:
+        """Ops are not seen: a step that saves more than was known holds more, too."""
+        more = self._saved_bytes - self._known_bytes
+        if more > 0 and self.room.budget is not None:
+            self.ledger.held = self._known_peak + more - self.ledger.away
+            with suppress(OutOfBudget):  # it was only a guess
+                self.room.make(0)
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
@@ -297,14 +343,7 @@ class Dynamic:
                 found = self.replayer.replay(recipe.calls, value, lambda *_: None)
         except (LowtideError, RuntimeError):
             return False
-        with quiet(), torch.no_grad():
-            same = found.nbytes() == storage.nbytes()
-            return same and bool(torch.equal(_words(found), _words(storage)))
-
-
-def _words(storage: torch.UntypedStorage) -> torch.Tensor:
-    row = as_bytes(storage)
-    return row.view(torch.int64) if row.numel() % 8 == 0 else row
+        return same_bytes(found, storage)
 
 
 def _place_of(call: Call, key: int) -> int | None:

@@ -32,12 +32,15 @@ class Ledger:
         self._forget_later: Callable[[int], None] = partial(_forget, weakref.ref(self))
 
     def admit_existing(self) -> None:
-        """All storages that Python can reach; on a GPU also what it cannot."""
-        for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor):
-                self._admit(thing)
-                if thing.is_leaf and thing.grad is not None:
-                    self._admit(thing.grad)
+        """All storages that Python can reach; on a GPU also what it cannot. From the beginning."""
+        self.held = self._unseen = 0
+        self._sizes.clear()
+        self._refs.clear()
+        self.values.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for thing in gc.get_objects():
+                if issubclass(type(thing), torch.Tensor):
+                    self._admit(thing)
         if self.device.type == "cuda":
             self.count_unseen()
 
@@ -51,6 +54,9 @@ class Ledger:
         try:
             if tensor.device == self.device and has_storage(tensor):
                 self.see(tensor.untyped_storage())
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is not None:
+                self._admit(gradient)
         except (RuntimeError, NotImplementedError, ReferenceError):
             return  # a wrapper, or a tensor without memory
 

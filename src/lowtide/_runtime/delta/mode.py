@@ -16,6 +16,10 @@ class SeeingMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its wrapper would cost as much as seeing an op does
+
     def __init__(self, see: See) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see: See | None = see

@@ -1,6 +1,5 @@
 """An op that is about to run -> the call that recomputing would repeat."""
 
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +49,18 @@ class Known:
     retriable: bool  # it can be run again after it failed
 
 
-@functools.cache
+_known: dict[int, Known] = {}  # overloads live as long as the program
+
+
 def known(func: OpOverload[..., Any]) -> Known:
     """Worked out once."""
+    found = _known.get(id(func))
+    if found is None:
+        found = _known[id(func)] = _find_out(func)
+    return found
+
+
+def _find_out(func: OpOverload[..., Any]) -> Known:
     facts = op_facts(func)
     returns = func._schema.returns
     view = bool(returns) and all(
@@ -72,8 +80,10 @@ def shape_key(
     func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Hashable:
     """Alike for calls that make as much and take as long."""
-    key: list[Hashable] = [func]
-    for thing in (*args, *kwargs.values()):
+    key: list[Hashable] = [id(func)]
+    for thing in args:
+        _add_shape(key, thing)
+    for thing in kwargs.values():
         _add_shape(key, thing)
     return tuple(key)
 
@@ -114,7 +124,7 @@ class Captor:
         if what.facts.statistics:
             ignored = {id(t) for t in statistics_tensors(what.facts, args, kwargs)}
         sources: list[Source] = []
-        exact: list[Hashable] = [func]
+        exact: list[Hashable] = [id(func)]
         try:
             given = tuple(self._kept(arg, sources, exact, ignored) for arg in args)
             named = {name: self._kept(arg, sources, exact, ignored) for name, arg in kwargs.items()}
@@ -123,7 +133,7 @@ class Captor:
         device = self._ledger.device
         random = generator_of(device).get_state() if what.facts.may_be_random else None
         return Call(
-            func, what.facts, given, named, sources, tuple(exact), key, random, device, [], []
+            func, what.facts, given, named, sources, hash(tuple(exact)), key, random, device, [], []
         )
 
     def _kept(

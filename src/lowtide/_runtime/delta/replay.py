@@ -110,16 +110,40 @@ class Replayer:
         mine: dict[int, torch.UntypedStorage] = {}
         pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
         try:
+            there = self._hold(calls, pinned)
             for call in calls:
-                given = self._given(call, mine, pinned)
+                given = self._given(call, mine, there)
                 self._run_call(call, given, uses, mine, pinned, made)
             return mine[id(target)]
         finally:
             for cell in pinned.values():
                 cell.pinned -= 1
 
+    def _hold(
+        self, calls: Sequence[Call], pinned: dict[int, DeltaCell]
+    ) -> dict[int, torch.UntypedStorage]:
+        """What `calls` read and do not make themselves stays as it is until they have read it."""
+        made = {id(value) for call in calls for value in call.made()}
+        there: dict[int, torch.UntypedStorage] = {}
+        for call in calls:
+            for source in call.sources:
+                value = source.value
+                if source.ignored or value.held is not None or id(value) in made:
+                    continue
+                cell = value.saved()
+                if cell is not None:
+                    _pin(cell, value, pinned)
+                else:
+                    storage = self._ledger.is_current(value)
+                    assert storage is not None, "a source of what was dropped is gone"
+                    there[id(value)] = storage
+        return there
+
     def _given(
-        self, call: Call, mine: dict[int, torch.UntypedStorage], pinned: dict[int, DeltaCell]
+        self,
+        call: Call,
+        mine: dict[int, torch.UntypedStorage],
+        there: dict[int, torch.UntypedStorage],
     ) -> list[torch.UntypedStorage | None]:
         """The bytes of each source, on the device and going to stay there."""
         found: list[torch.UntypedStorage | None] = []
@@ -128,16 +152,12 @@ class Replayer:
             if source.ignored:
                 found.append(None)
                 continue
-            storage = mine.get(id(value)) or value.held
+            storage = mine.get(id(value)) or value.held or there.get(id(value))
             if storage is None:
                 cell = value.saved()
-                if cell is not None and cell.state is not State.DROPPED:
-                    _pin(cell, value, pinned)
-                    cell.bring()
-                    storage = cell.storage
-                else:
-                    storage = self._ledger.is_current(value)
-            assert storage is not None, "a source of what was dropped is gone"
+                assert cell is not None, "a source of what was dropped is gone"
+                cell.bring()
+                storage = cell.storage
             found.append(storage)
         return found
 

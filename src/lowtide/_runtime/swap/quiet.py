@@ -7,13 +7,19 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def quiet() -> AbstractContextManager[Any]:
-    """Dispatch modes (a recorder, a counter of the program) off, where there are any."""
-    if torch._C._len_torch_dispatch_stack():
-        return _disable_current_modes()
-    return _NOTHING
+def quiet(tensor: torch.Tensor | None = None) -> AbstractContextManager[Any]:
+    """Dispatch modes (a recorder, a counter of the program) off, where there are any.
+
+    A `tensor` that is worked on and may be of a class with dispatching of its own keeps that.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return _NOTHING
+    if tensor is None or type(tensor) in _PLAIN:
+        return torch._C._DisableTorchDispatch()
+    return _disable_current_modes()
 
 
 def is_calm() -> bool:

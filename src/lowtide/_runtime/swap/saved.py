@@ -109,7 +109,7 @@ class Saved:
         alias = tensor
         leaf = tensor.grad_fn is None
         if not leaf or not (tensor.requires_grad or tensor.__dict__):
-            with quiet():
+            with quiet(tensor):
                 alias = tensor.detach()
         handle = Handle(self, alias, origin_of(tensor))
         if leaf and alias is not tensor:
