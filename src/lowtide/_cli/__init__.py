@@ -102,6 +102,13 @@ def trace_command(
     is_flag=True,
     help="Only lay memory out without fragments: nothing is swapped.",
 )
+@click.option(
+    "--policy",
+    default="autoswap",
+    show_default=True,
+    help="How: autoswap plans from a traced step and swaps; delta decides op by op, from the first "
+    "step on, and also recomputes; dtr and delta-as-published are there to compare with.",
+)
 @click.option("--host-budget", help="The most main memory to pin for what is swapped.")
 @click.option(
     "--folder",
@@ -113,6 +120,7 @@ def trace_command(
 def run_command(
     budget: str | None,
     pool_only: bool,
+    policy: str,
     host_budget: str | None,
     folder: Path | None,
     script: Path,
@@ -132,6 +140,7 @@ def run_command(
         args,
         tell=lambda text: click.echo(text, err=True),
         budget=budget,
+        policy=policy,
         host_budget=host_budget,
         folder=folder,
     )

@@ -44,6 +44,12 @@ def fit(
     pinned main memory, of which it takes at most `host_budget`, or on a machine without a GPU to
     a file in `folder`.
 
+    With policy "autoswap" that is planned from a traced step. With "delta" it is decided op by op
+    from the first one on, and values are also recomputed, if that costs less than the transfer
+    that cannot be hidden; a recipe is relied on once its result was compared with the original
+    (`verify="first"`; "always" compares each, "never" none). "dtr" only recomputes and
+    "delta-as-published" does what that system's code does: they are there to compare with.
+
     `pool` lays each step's memory out so that nothing is lost to fragments; the model, the loop
     and every bit of the result stay as they are. `optimizer` tells where a step ends (without it:
     any optimizer's step), `model` which evaluations are not part of a step.
@@ -52,10 +58,6 @@ def fit(
     Where CUDA is not used, or the pool cannot be built, a warning says so and training goes on as
     without lowtide.
     """
-    if policy not in POLICIES:
-        raise BadInput(f"no policy is called {policy!r}: known are {', '.join(POLICIES)}")
-    if verify not in VERIFY:
-        raise BadInput(f"verify is {verify!r}: give {', '.join(VERIFY)}")
     return Tide(
         model,
         optimizer,
@@ -89,6 +91,10 @@ class Tide:
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise BadInput(f"model is a {type(model).__name__}: give an nn.Module or None")
+        if policy not in POLICIES:
+            raise BadInput(f"no policy is called {policy!r}: known are {', '.join(POLICIES)}")
+        if verify not in VERIFY:
+            raise BadInput(f"verify is {verify!r}: give {', '.join(VERIFY)}")
         if not pool and budget is None:
             raise BadInput("pool=False and no budget leave nothing to do: give a budget")
         self._budget = budget

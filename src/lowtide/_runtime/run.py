@@ -17,6 +17,7 @@ def run_script(
     tell: Callable[[str], None],
     *,
     budget: str | None = None,
+    policy: str = "autoswap",
     host_budget: str | None = None,
     folder: Path | None = None,
 ) -> None:
@@ -33,6 +34,7 @@ def run_script(
         pool=True,
         tell=lambda line: tell(f"lowtide: {line}"),
         budget=budget,
+        policy=policy,
         host_budget=host_budget,
         folder=None if folder is None else folder.absolute(),  # the script may change directory
     )

@@ -56,9 +56,8 @@ class DeltaCell(Cell):
         self.sources: list[Value] = []
         self._digest = 0
         keeper.ledger.see(storage)
-        self.value: Value | None = keeper.ledger.values.get(self.key)
-        if self.value is not None:
-            self.value.cell = weakref.ref(self)
+        self.value: Value | None = keeper.ledger.value_of(storage)
+        self.value.cell = weakref.ref(self)
 
     def alone(self) -> bool:
         """Whether nobody but lowtide can reach it; on bytes made again lie no handles' tensors."""
@@ -69,18 +68,27 @@ class DeltaCell(Cell):
     def can_go(self) -> bool:
         """Whether its bytes could be had now."""
         return (
-            self.state in (State.HERE, State.LEAVING)
+            self.state in (State.HERE, State.LEAVING, State.COMING)
             and self.handles > 0
             and not self.asked
             and not self.pinned
             and self.storage.nbytes() == self.bytes
         )
 
+    def send_back(self) -> None:
+        """It came too early: its copy below is still good."""
+        assert self.state is State.COMING
+        self._wait()
+        self._let_go()
+        self.state = State.AWAY
+
     def forgo(self, sources: Sequence[Value]) -> None:
         """Drop the bytes; they can be made again from `sources`."""
         assert self.state is State.HERE
         for source in sources:
             source.dependents.add(self)
+            if source.is_given():
+                source.held = source.storage()
         self.sources = list(sources)
         if self._keeper.digests:
             self._digest = digest(self.storage)
@@ -136,7 +144,7 @@ class DeltaCell(Cell):
         if self.state is State.GONE:
             return
         value = self.value
-        if value is not None and value.dependents:
+        if value is not None and (value.dependents or self.pinned):
             if self.state is State.DROPPED:
                 for source in self.sources:
                     source.dependents |= value.dependents
@@ -153,8 +161,7 @@ class DeltaCell(Cell):
     def _release_sources(self) -> None:
         for source in self.sources:
             source.dependents.discard(self)
-            if not source.dependents and source.call is not None and source.saved() is None:
-                source.held = None  # it was held for us alone
+            source.let_go()
         self.sources = []
 
     def _let_go(self) -> None:

@@ -32,6 +32,7 @@ _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
 _LOOSE_STEPS = 2  # in a row, until then
 _MORE = 1.02  # times what such a step saved: it is another step
+_WORTH_A_STATE = 16  # times the bytes of the generator's state: smaller results are not remade
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
 
@@ -124,6 +125,8 @@ class Dynamic:
         self.plain_peak = max(self.plain_peak, ledger.plain_peak)
         self.peaks.append(ledger.peak)
         budget = self.room.budget
+        if not self._saves:
+            return  # an evaluation
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
         self._loose_steps = self._loose_steps + 1 if loose else 0
         self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
@@ -157,7 +160,7 @@ class Dynamic:
         self._saved_bytes += cell.bytes
         if self._mode is None:
             self._guess()
-        elif cell.value is not None:
+        elif cell.value is not None and cell.value.call is not None:
             self._consider(cell.value)
 
     def _guess(self) -> None:
@@ -199,7 +202,7 @@ class Dynamic:
         for tensor in written:
             self._before_write(tensor)
         call = None
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled():  # not in backward, unless that is differentiated, too
             call = self._captor.capture(func, what, args, kwargs, key)
         need = self._costs.expected_bytes(key, func, args, kwargs)
         result = self._run(func, args, kwargs, what, key, need, call, sampled)
@@ -254,6 +257,10 @@ class Dynamic:
         """Count what was made, and write down how."""
         made = 0
         ledger = self.ledger
+        if call is not None and call.random is not None:
+            most = max((tensor.nbytes for tensor in tensors_in(result)), default=0)
+            if most < _WORTH_A_STATE * call.random.nbytes:
+                call = None  # on a CPU that is 5 kB, which stay
         for place, tensor in enumerate(tensors_in(result)):
             if tensor.device != ledger.device or not has_storage(tensor):
                 continue
@@ -295,7 +302,8 @@ class Dynamic:
 
     def make_room(self, count: int) -> None:
         """For so many bytes more."""
-        self.room.make(count)
+        if self._mode is not None:  # else nobody counts
+            self.room.make(count)
 
     def remake(self, cell: DeltaCell) -> None:
         """Have a dropped one's bytes again."""

@@ -97,6 +97,7 @@ class Ledger:
         self.held -= self._sizes.pop(key, 0)
         self._refs.pop(key, None)
         self.values.pop(key, None)
+        self._leaves.pop(key, None)
 
     def value_of(self, storage: torch.UntypedStorage) -> Value:
         """What the storage is: made by an op that was seen, or else something given."""
@@ -105,7 +106,6 @@ class Ledger:
         if value is None:
             self.see(storage)
             value = Value(storage, None)
-            value.held = storage
             self._leaves[key] = value
         elif value.cell is not None:
             cell = value.cell()
@@ -121,19 +121,18 @@ class Ledger:
     def written(self, storage: torch.UntypedStorage, value: Value | None) -> None:
         """It is no longer what it was, but `value`, or something unknown."""
         key = storage._cdata
-        old = self.values.pop(key, None)
-        if old is not None:
+        for old in (self.values.pop(key, None), self._leaves.pop(key, None)):
+            if old is None:
+                continue
             old.storage = _nothing
+            old.held = None
+            old.spoilt = old.call is None
             cell = old.saved()
             if cell is not None:
                 cell.value = value
                 if value is not None:
                     value.cell = old.cell
             old.cell = None
-        leaf = self._leaves.pop(key, None)
-        if leaf is not None:
-            leaf.held = None
-            leaf.spoilt = True
         if value is not None:
             self.values[key] = value
 
@@ -142,7 +141,7 @@ class Ledger:
         storage = value.storage()
         if storage is None or not storage.nbytes():
             return None
-        return storage if self.values.get(storage._cdata) is value else None
+        return storage if self.known(storage) is value else None
 
     def new_graphs(self) -> None:
         """Recipes lead no further back than here: what is there now counts as given."""

@@ -76,11 +76,20 @@ class Value:
         self.key: int = storage._cdata  # of the storage that it was made in
         self.call = call
         self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
-        self.held: torch.UntypedStorage | None = None  # for those whom it is a source of
+        self.held: torch.UntypedStorage | None = None  # for those that were dropped, if need be
         self.cell: weakref.ref[Any] | None = None  # if it was saved for backward
         self.dependents: set[Any] = set()  # dropped cells of which it is a source
         self.spoilt = False  # written to since, or found not to be what its recipe makes
         self.trusted = False  # found to be just what its recipe makes
+
+    def let_go(self) -> None:
+        """Hold its bytes no longer, if that was for others who do not need them any more."""
+        if not self.dependents:
+            self.held = None
+
+    def is_given(self) -> bool:
+        """Whether no op that was seen made it, and it is still there."""
+        return self.call is None and not self.spoilt and self.storage() is not None
 
     def saved(self) -> Any | None:
         """Its cell, as long as somebody wants it."""
@@ -120,7 +129,7 @@ def find_recipe(value: Value) -> Recipe | None:
         found = source.value
         if id(found) in sources:
             shape.append(len(sources))
-        elif found.held is not None or found.saved() is not None:
+        elif found.held is not None or found.saved() is not None or found.is_given():
             sources[id(found)] = found
             shape.append(source.size)
         elif found.call is None or found.spoilt or (found.cell is not None and not found.trusted):

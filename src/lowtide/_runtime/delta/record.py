@@ -131,7 +131,11 @@ class Captor:
         except _CannotRepeat:
             return None
         device = self._ledger.device
-        random = generator_of(device).get_state() if what.facts.may_be_random else None
+        random = None
+        if what.facts.may_be_random:
+            random = generator_of(device).get_state()
+            if random.device == device:  # 5 kB each, of main memory
+                self._ledger.see(random.untyped_storage())
         return Call(
             func, what.facts, given, named, sources, hash(tuple(exact)), key, random, device, [], []
         )

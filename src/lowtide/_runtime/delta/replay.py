@@ -88,8 +88,9 @@ class Replayer:
         """Run what is needed; other dropped values that come by are kept as well."""
         value = cell.value
         assert value is not None
-        self.replay(self.needed(value), value, self._adopt)
-        assert cell.state is not State.DROPPED
+        storage = self.replay(self.needed(value), value, self._adopt)
+        if cell.state is State.DROPPED:  # the value was saved a second time, in another cell
+            cell.adopt(storage)
 
     def _adopt(self, value: Value, storage: torch.UntypedStorage) -> None:
         cell = value.saved()
@@ -118,24 +119,28 @@ class Replayer:
         finally:
             for cell in pinned.values():
                 cell.pinned -= 1
+                if cell.state is State.GONE and cell.value is not None:
+                    cell.value.let_go()
 
     def _hold(
         self, calls: Sequence[Call], pinned: dict[int, DeltaCell]
     ) -> dict[int, torch.UntypedStorage]:
-        """What `calls` read and do not make themselves stays as it is until they have read it."""
-        made = {id(value) for call in calls for value in call.made()}
+        """What `calls` read and is there now stays as it is until they have read it.
+
+        That may be something one of them makes again, for the sake of another result.
+        """
         there: dict[int, torch.UntypedStorage] = {}
         for call in calls:
             for source in call.sources:
                 value = source.value
-                if source.ignored or value.held is not None or id(value) in made:
+                if source.ignored:
                     continue
                 cell = value.saved()
-                if cell is not None:
+                if value.held is None and cell is not None and cell.state in _ON_DEVICE:
                     _pin(cell, value, pinned)
-                else:
-                    storage = self._ledger.is_current(value)
-                    assert storage is not None, "a source of what was dropped is gone"
+                    continue
+                storage = value.held or self._ledger.is_current(value)
+                if storage is not None:
                     there[id(value)] = storage
         return there
 
@@ -152,7 +157,8 @@ class Replayer:
             if source.ignored:
                 found.append(None)
                 continue
-            storage = mine.get(id(value)) or value.held or there.get(id(value))
+            # Held: a cell that was there may have been let go since, but not its bytes.
+            storage = mine.get(id(value)) or there.get(id(value)) or value.held
             if storage is None:
                 cell = value.saved()
                 assert cell is not None, "a source of what was dropped is gone"

@@ -20,6 +20,7 @@ from lowtide._units import format_bytes
 _SLACK = 0.01  # of the budget: what is made free beyond what is needed
 _BACK_WAITED = 0.3  # of a copy back: the share that prefetching does not hide
 _FIRST_PORTION = 1 << 20
+_ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
 PUBLISHED = "delta-as-published"
 
 
@@ -98,15 +99,16 @@ class Room:
     def make(self, count: int, name: str = "bringing back a saved tensor") -> None:
         """So that `count` bytes more are still within the budget."""
         budget = self.budget
-        if budget is None or self._ledger.held + count <= budget or self._releasing:
+        more = count + _ROUNDING if count else 0
+        if budget is None or self._ledger.held + more <= budget or self._releasing:
             return
-        self._release(self._ledger.held + count - budget + int(_SLACK * budget))
+        self._release(self._ledger.held + more - budget + int(_SLACK * budget))
         held = self._ledger.held
-        if held + count > budget and self.policy != PUBLISHED:
+        if held + more > budget and self.policy != PUBLISHED:
             raise OutOfBudget(
                 f"the budget is {format_bytes(budget)} ({budget} bytes), but {name} makes "
                 f"{format_bytes(count)} while {format_bytes(held)} are held that cannot leave: "
-                f"give at least {held + count} bytes"
+                f"give at least {held + more} bytes"
             )
 
     def has(self, count: int) -> bool:
@@ -162,6 +164,10 @@ class Room:
         """Swap it or drop it, as the director says."""
         if cell.state is State.LEAVING:
             cell.release()
+            return
+        if cell.state is State.COMING:
+            cell.send_back()
+            self.counts["sent back"] += 1
             return
         choice = choose(self.policy, self._facts(cell, quick=False))
         if choice is None:

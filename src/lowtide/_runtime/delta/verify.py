@@ -5,7 +5,7 @@ import torch
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.tier import as_bytes
 
-_PORTION = 1 << 16  # words at once: a digest is not to take memory itself
+_PORTION = 1 << 10  # words at once: a digest is not to take memory itself
 
 
 def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
