@@ -87,7 +87,7 @@ class DeltaCell(Cell):
         assert self.state is State.HERE
         for source in sources:
             source.dependents.add(self)
-            if source.is_given():
+            if source.saved() is None and source.is_given():
                 source.held = source.storage()
         self.sources = list(sources)
         if self._keeper.digests:

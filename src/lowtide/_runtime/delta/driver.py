@@ -292,7 +292,7 @@ class Dynamic:
     def _before_write(self, tensor: torch.Tensor) -> None:
         """What was dropped and depends on these bytes must be had first."""
         value = self.ledger.known(tensor.untyped_storage())
-        if value is None or not value.dependents or value.call is not None:
+        if value is None or not value.dependents:
             return
         with self.room.lock:
             for cell in tuple(value.dependents):

@@ -126,7 +126,7 @@ class Ledger:
                 continue
             old.storage = _nothing
             old.held = None
-            old.spoilt = old.call is None
+            old.spoilt = old.spoilt or old.call is None
             cell = old.saved()
             if cell is not None:
                 cell.value = value

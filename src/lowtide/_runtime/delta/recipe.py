@@ -27,6 +27,7 @@ class Source:
 
     def seen_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over bytes that lie elsewhere."""
+        assert storage.nbytes() >= self.value.bytes, "`set_` would make up what is missing"
         like = torch.empty(0, dtype=self.dtype, device=storage.device)
         return like.set_(storage, self.offset, self.size, self.stride)
 

@@ -55,12 +55,10 @@ class Replayer:
         return order
 
     def _is_there(self, value: Value) -> bool:
-        if value.held is not None:
-            return True
         cell = value.saved()
         if cell is not None:
             return cell.state in _ON_DEVICE
-        return self._ledger.is_current(value) is not None
+        return value.held is not None or self._ledger.is_current(value) is not None
 
     def cost(self, value: Value, most: float) -> float:
         """Seconds to have `value` again as things are now, or a figure above `most`."""
@@ -136,10 +134,11 @@ class Replayer:
                 if source.ignored:
                     continue
                 cell = value.saved()
-                if value.held is None and cell is not None and cell.state in _ON_DEVICE:
+                if cell is not None and cell.state in _ON_DEVICE:
                     _pin(cell, value, pinned)
                     continue
-                storage = value.held or self._ledger.is_current(value)
+                storage = value.held if cell is None else None
+                storage = storage or self._ledger.is_current(value)
                 if storage is not None:
                     there[id(value)] = storage
         return there
@@ -158,12 +157,15 @@ class Replayer:
                 found.append(None)
                 continue
             # Held: a cell that was there may have been let go since, but not its bytes.
-            storage = mine.get(id(value)) or there.get(id(value)) or value.held
+            storage = mine.get(id(value)) or there.get(id(value))
             if storage is None:
                 cell = value.saved()
-                assert cell is not None, "a source of what was dropped is gone"
-                cell.bring()
-                storage = cell.storage
+                if cell is None:
+                    storage = value.held
+                else:
+                    cell.bring()
+                    storage = cell.storage
+            assert storage is not None, "a source of what was dropped is gone"
             found.append(storage)
         return found
 
