@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide._errors import BadInput, LowtideError, LowtideWarning, NoStep, ScriptFailed
+from lowtide._errors import (
+    BadInput,
+    LowtideError,
+    LowtideWarning,
+    NoStep,
+    OutOfBudget,
+    ScriptFailed,
+)
 from lowtide._ir import Trace
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import Packing, pack
@@ -19,6 +26,7 @@ __all__ = [
     "LowtideError",
     "LowtideWarning",
     "NoStep",
+    "OutOfBudget",
     "Packing",
     "ScriptFailed",
     "Tide",

@@ -2,6 +2,7 @@
 
 LowtideError            one line for a person: what, where, what to do
 ├── BadInput            a file or an argument that cannot be used
+├── OutOfBudget         an op needs more than the budget leaves, whatever leaves
 ├── ScriptFailed        the script being run raised
 └── NoStep              the script ran, but no training step was found in it
 
@@ -17,6 +18,10 @@ class LowtideError(Exception):
 
 class BadInput(LowtideError):
     """A file or an argument that cannot be used."""
+
+
+class OutOfBudget(LowtideError, RuntimeError):
+    """An op needs more than the budget leaves when all that can leave has left."""
 
 
 class ScriptFailed(LowtideError):

@@ -12,7 +12,7 @@ from tight import Job, Run, find_difference, run, run_away
 from torch import nn
 from torch.nn import functional as F
 
-from lowtide._runtime.delta.room import OutOfBudget
+from lowtide._errors import OutOfBudget
 
 STEPS = 3
 TOLERANCE = 0.01  # of the budget: what an allocator rounds

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from lowtide._runtime.swap.quiet import quiet
+
 # What CPU kernels take inside, at most: so many times their arguments, so many times their results
 # (measured on the models of the tests; PyTorch tells nobody). A GPU says when it has no more.
 _SCRATCH = {
@@ -114,12 +116,13 @@ def _meta_bytes(func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping
             return [meta(item) for item in thing]
         return torch.device("meta") if isinstance(thing, torch.device) else thing
 
-    given = [meta(arg) for arg in args]
-    named = {name: meta(thing) for name, thing in kwargs.items()}
-    try:
-        result = func(*given, **named)
-    except Exception:  # noqa: BLE001 - it has none, or needs to see numbers
-        return _most_bytes((*args, *kwargs.values()))
+    with quiet():
+        given = [meta(arg) for arg in args]
+        named = {name: meta(thing) for name, thing in kwargs.items()}
+        try:
+            result = func(*given, **named)
+        except Exception:  # noqa: BLE001 - it has none, or needs to see numbers
+            return _most_bytes((*args, *kwargs.values()))
     total = 0
     for tensor in result if isinstance(result, list | tuple) else [result]:
         if isinstance(tensor, torch.Tensor):

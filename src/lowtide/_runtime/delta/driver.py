@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from lowtide._errors import LowtideError
+from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
@@ -18,7 +18,7 @@ from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.recipe import Call, Recipe, Value, find_recipe
 from lowtide._runtime.delta.record import Captor, Known, known, shape_key, written_by
 from lowtide._runtime.delta.replay import Replayer, generator_of
-from lowtide._runtime.delta.room import PUBLISHED, OutOfBudget, Room
+from lowtide._runtime.delta.room import PUBLISHED, Room
 from lowtide._runtime.delta.verify import same_bytes
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
@@ -335,7 +335,11 @@ class Dynamic:
         if not self.room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
             return
         self.room.counts["checked"] += 1
-        if self._is_right(value, recipe):
+        try:
+            right = self._is_right(value, recipe)
+        except OutOfBudget:
+            return  # another time
+        if right:
             value.trusted = True
             self._trusted.add(recipe.key)
         else:
@@ -349,7 +353,9 @@ class Dynamic:
         try:
             with self.room.lock:
                 found = self.replayer.replay(recipe.calls, value, lambda *_: None)
-        except (LowtideError, RuntimeError):
+        except OutOfBudget:
+            raise
+        except RuntimeError:  # an op that cannot be called like that
             return False
         return same_bytes(found, storage)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide._errors import LowtideError
+from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.choose import Facts, choose
 from lowtide._runtime.delta.costs import Costs
@@ -22,10 +22,6 @@ _BACK_WAITED = 0.3  # of a copy back: the share that prefetching does not hide
 _FIRST_PORTION = 1 << 20
 _ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
 PUBLISHED = "delta-as-published"
-
-
-class OutOfBudget(LowtideError, RuntimeError):
-    """An op needs more than the budget leaves when all that can leave has left."""
 
 
 class Room:
@@ -172,17 +168,27 @@ class Room:
         choice = choose(self.policy, self._facts(cell, quick=False))
         if choice is None:
             return
-        recipe = self.recipe_of(cell.value) if choice.drop and cell.value is not None else None
-        if recipe is not None:
+        if not choice.drop and self.policy != "dtr" and self._swap(cell):
+            return
+        recipe = self.recipe_of(cell.value) if cell.value is not None else None
+        if recipe is not None and cell.state is State.HERE:
             cell.forgo(recipe.sources)
             self.counts["dropped"] += 1
             self.counts["dropped bytes"] += cell.bytes
-        elif self.policy != "dtr" and cell.leave():
-            copy = cell.bytes / self._rate()
-            self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
-            if cell.release():
-                self.counts["swapped"] += 1
-                self.counts["swapped bytes"] += cell.bytes
+        elif choice.drop and self.policy != "dtr":
+            self._swap(cell)
+
+    def _swap(self, cell: DeltaCell) -> bool:
+        """False: there was no room below, or the copy failed."""
+        if not cell.leave():
+            return False
+        copy = cell.bytes / self._rate()
+        self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
+        if not cell.release():
+            return False
+        self.counts["swapped"] += 1
+        self.counts["swapped bytes"] += cell.bytes
+        return True
 
     def _rate(self) -> float:
         if not self._bytes_per_second:

@@ -22,7 +22,10 @@ class _FileCopy:
         self._future = future
 
     def wait(self) -> None:
-        self._future.result()
+        error = self._future.exception()
+        if error is not None:
+            error.__traceback__ = None  # its frames refer to the storage, and it to this
+            raise OSError(*error.args)
 
 
 class FileTier:
