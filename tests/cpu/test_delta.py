@@ -30,6 +30,8 @@ from torch.optim import optimizer as optimizer_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import lowtide
+
 STEPS = 4
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
 STATES = 32 * 5120  # bytes: of the generator before each random op of a step
@@ -423,3 +425,21 @@ def test_a_run_notices_a_held_tensor_and_a_lost_bit() -> None:
     zeros, others = bits_of([torch.zeros(2), -torch.zeros(2)]), bits_of([torch.zeros(3)])
     assert find_difference(zeros[:1], zeros[1:])
     assert find_difference(zeros, others) and find_difference(zeros[:1], others)
+
+
+def test_a_share_is_one_of_the_plain_peak_of_a_training_step() -> None:
+    """The first step tells; an evaluation before it does not."""
+    job = JOBS["mlp"]()
+    job.model.eval()
+    with lowtide.fit(job.model, job.optimizers, budget=0.5, policy="delta") as t:
+        with torch.no_grad():
+            job.model(torch.randn(4, 96))
+        job.model.train()
+        for _ in range(STEPS):
+            job.step()
+    assert t._budgeted is not None
+    summary = t._budgeted.dynamic_summary()
+    assert summary is not None
+    assert summary.budget_bytes is not None
+    assert abs(summary.budget_bytes - summary.plain_peak_bytes // 2) < 0.1 * summary.budget_bytes
+    assert summary.swapped + summary.dropped > 0

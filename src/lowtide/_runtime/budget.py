@@ -105,7 +105,7 @@ class Budgeted:
         if self._dynamic is not None:
             with self._saved:
                 self._dynamic.mark()
-            if self._bytes is None:
+            if self._bytes is None and self._dynamic.has_trained:
                 plain = self._dynamic.plain_peak
                 self._bytes = self._dynamic.room.budget = parse_bytes(str(self._budget), plain)
             return

@@ -209,7 +209,11 @@ class CudaPlace:
                 except torch.OutOfMemoryError:
                     return
                 storage.resize_(0)
-                storage.resize_(length)  # outside: the pool has stopped
+                try:
+                    storage.resize_(length)  # outside: the pool has stopped
+                except torch.OutOfMemoryError:
+                    content = content.cpu()  # what it took is enough
+                    storage.resize_(length)
                 storage.copy_(content)
 
     def _movable(self, device: int) -> list[torch.UntypedStorage]:

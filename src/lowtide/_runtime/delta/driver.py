@@ -58,6 +58,7 @@ class Dynamic:
         self.room.cost_of = self.replayer.cost
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
+        self.has_trained = False
         self._saves = self._saved_bytes = 0  # of this step
         self._known_bytes = 0  # what the last step that was watched saved
         self._known_peak = 0  # ... and held
@@ -127,6 +128,7 @@ class Dynamic:
         budget = self.room.budget
         if not self._saves:
             return  # an evaluation
+        self.has_trained = True
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
         self._loose_steps = self._loose_steps + 1 if loose else 0
         self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
