@@ -149,7 +149,7 @@ class Budgeted:
         return DeltaSummary(
             policy=dynamic.room.policy,
             budget_bytes=self._bytes,
-            steps=len(dynamic.peaks),
+            steps=dynamic.steps,
             peak_bytes=max(dynamic.peaks, default=0),
             plain_peak_bytes=dynamic.plain_peak,
             dropped=counts["dropped"],

@@ -68,6 +68,7 @@ class Dynamic:
         self._largest = 0  # bytes that an op of this step made
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
         self.plain_peak = 0
+        self.steps = 0
         self.ops = 0
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
 
@@ -107,6 +108,7 @@ class Dynamic:
     def mark(self) -> None:
         """The step is over."""
         self._costs.collect()
+        self.steps += 1
         if self._mode is None:
             self._look_again()
         else:
@@ -124,8 +126,9 @@ class Dynamic:
         """A step that was watched: is that worth its while?"""
         ledger = self.ledger
         self.plain_peak = max(self.plain_peak, ledger.plain_peak)
-        self.peaks.append(ledger.peak)
         budget = self.room.budget
+        if budget is not None:  # a share is not known in the first step
+            self.peaks.append(ledger.peak)
         if not self._saves:
             return  # an evaluation
         self.has_trained = True
