@@ -148,6 +148,7 @@ def test_public_names() -> None:
         "LowtideError",
         "LowtideWarning",
         "NoStep",
+        "OutOfBudget",
         "Packing",
         "ScriptFailed",
         "Tide",
