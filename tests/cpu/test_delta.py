@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lowtide
+from lowtide._runtime import budget as budgeting
 
 STEPS = 4
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
@@ -443,3 +445,40 @@ def test_a_share_is_one_of_the_plain_peak_of_a_training_step() -> None:
     assert summary.budget_bytes is not None
     assert abs(summary.budget_bytes - summary.plain_peak_bytes // 2) < 0.1 * summary.budget_bytes
     assert summary.swapped + summary.dropped > 0
+
+
+def test_what_was_dropped_is_back_before_its_sources_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backward needs no weight here, so PyTorch does not mind that they are changed before it."""
+    monkeypatch.setattr(budgeting, "_FILE_SPEED", 1e3)  # so that dropping is preferred
+
+    def train(budget: int | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        weights = nn.ParameterList([0.1 * torch.randn(96, 96) for _ in range(12)])
+        optimizer = torch.optim.SGD(weights.parameters(), lr=0.01)
+        dropped = 0
+        with ExitStack() as stack:
+            if budget is not None:
+                tide = lowtide.fit(weights, optimizer, budget=budget, policy="delta")
+                stack.enter_context(tide)
+            for _ in range(3):
+                x = torch.randn(1024, 96)
+                losses = [(x @ weight).exp().mean() for weight in weights]
+                with torch.no_grad():
+                    for weight in weights:
+                        weight.mul_(1.25)
+                torch.stack(losses).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if budget is not None:
+                assert tide._budgeted is not None
+                summary = tide._budgeted.dynamic_summary()
+                assert summary is not None
+                dropped = summary.dropped
+        return [weight.detach().clone() for weight in weights], dropped
+
+    expected, _ = train(None)
+    found, dropped = train(5 << 20)
+    assert dropped > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
