@@ -1,7 +1,7 @@
 """Values and how each was made: what recomputing needs to know of an op that has run."""
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.swap.cell import State
-from lowtide._trace.schema import OpFacts
 
 LONGEST = 48  # ops of one recipe
 
@@ -37,7 +36,6 @@ class Call:
     """An op that has run, so that it can be run again."""
 
     func: OpOverload[..., Any]
-    facts: OpFacts
     args: tuple[Any, ...]  # with a Source for each tensor
     kwargs: dict[str, Any]
     sources: list[Source]
@@ -47,13 +45,6 @@ class Call:
     device: torch.device
     makes: "list[tuple[int, weakref.ref[Value]]]"  # its results, by their place among them
     writes: "list[tuple[int, weakref.ref[Value]]]"  # what it wrote to, by the source's place
-
-    def made(self) -> "Iterator[Value]":
-        """Its results that still matter to anybody."""
-        for _, known in (*self.makes, *self.writes):
-            value = known()
-            if value is not None:
-                yield value
 
 
 class Value:

@@ -136,9 +136,7 @@ class Captor:
             random = generator_of(device).get_state()
             if random.device == device:  # 5 kB each, of main memory
                 self._ledger.see(random.untyped_storage())
-        return Call(
-            func, what.facts, given, named, sources, hash(tuple(exact)), key, random, device, [], []
-        )
+        return Call(func, given, named, sources, hash(tuple(exact)), key, random, device, [], [])
 
     def _kept(
         self,
