@@ -1,7 +1,6 @@
 """`lowtide.fit` with a policy that needs no plan, on the CPU: main memory and a file below it."""
 
 import gc
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -27,9 +26,7 @@ from tight import (
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import optimizer as optimizer_module
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from untouched import installed, untouched
 
 import lowtide
 from lowtide._runtime import budget as budgeting
@@ -41,34 +38,8 @@ STATES = 32 * 5120  # bytes: of the generator before each random op of a step
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """One thread, so that PyTorch itself is deterministic; and whatever was installed is gone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    before = installed()
-    yield
-    gc.collect()
-    assert installed() == before
-    torch.set_num_threads(threads)
-
-
-def installed() -> list[object]:
-    """Everything that lowtide may put somewhere."""
-    modules = nn.modules.module
-    return [
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
-        _get_current_dispatch_mode_stack(),
-        _get_current_function_mode_stack(),
-        dict(modules._global_forward_hooks),
-        dict(modules._global_forward_pre_hooks),
-        dict(modules._global_forward_hooks_always_called),
-        dict(modules._global_backward_hooks),
-        dict(optimizer_module._global_optimizer_pre_hooks),
-        dict(optimizer_module._global_optimizer_post_hooks),
-        threading.active_count(),
-        len(os.listdir("/proc/self/fd")),
-        (gc.isenabled(), len(gc.callbacks), torch.is_grad_enabled()),
-    ]
+    with untouched():
+        yield
 
 
 @cache

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,10 +24,9 @@ from tight import (
     run,
     state_of,
 )
-from torch import nn
 from torch._ops import OpOverload
-from torch.optim import optimizer as optimizer_module
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from untouched import installed, untouched
 
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.record import known
@@ -45,33 +43,8 @@ SHARE = 0.5
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """One thread, so that PyTorch itself is deterministic; and whatever was installed is gone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    before = installed()
-    yield
-    gc.collect()
-    assert installed() == before
-    torch.set_num_threads(threads)
-
-
-def installed() -> list[object]:
-    """What lowtide puts somewhere."""
-    modules = nn.modules.module
-    return [
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
-        _get_current_dispatch_mode_stack(),
-        dict(modules._global_forward_hooks),
-        dict(modules._global_forward_pre_hooks),
-        dict(modules._global_forward_hooks_always_called),
-        dict(optimizer_module._global_optimizer_pre_hooks),
-        dict(optimizer_module._global_optimizer_post_hooks),
-        Tide._current,
-        threading.active_count(),
-        len(os.listdir("/proc/self/fd")),
-        (gc.isenabled(), torch.is_grad_enabled()),
-    ]
+    with untouched():
+        yield
 
 
 @cache
