@@ -5,62 +5,38 @@ Tensor Rematerialization", Kirisame et al. 2021. A policy here is a function of 
 of one value; the lowest score goes first.
 """
 
-from dataclasses import dataclass
-
 POLICIES = ("delta", "dtr", "delta-as-published")
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Of a value that could go."""
-
-    bytes: int
-    stale: int  # ops since it was last used
-    recompute_seconds: float | None  # its recipe, with all that is gone; None: it has none
-    swap_seconds: float | None  # what compute would have to wait for; None: there is no room below
-    copy_seconds: float  # one way, waited for or not
-    bounces: int  # how often it was brought back
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the comparison is made of, and what it says."""
-
-    score: float
-    drop: bool
-
-
-def choose(policy: str, facts: Facts) -> Choice | None:
-    """How this value would go, and how good that would be; None: it has to stay."""
+def score(
+    policy: str, count: int, stale: int, bounces: int, recompute_seconds: float | None
+) -> float | None:
+    """The filter: of `count` bytes, last used `stale` ops ago. None: it has to stay."""
+    staleness = stale if stale > 1 else 1
     if policy == "dtr":
-        return _dtr(facts)
-    if policy == "delta-as-published":
-        return _as_published(facts)
-    return _delta(facts)
+        return None if recompute_seconds is None else recompute_seconds / (count * staleness)
+    if policy == "delta":  # what was brought back before is likely to be again
+        return (1 + bounces) / (count * staleness)
+    return 1 / (count * staleness)
 
 
-def _delta(facts: Facts) -> Choice | None:
-    swap, recompute = facts.swap_seconds, facts.recompute_seconds
-    if swap is None and recompute is None:
-        return None
-    # The paper's 2 (m/B) / c, in one unit, and of the transfer only what is not hidden.
-    drop = recompute is not None and (swap is None or recompute <= swap)
-    staleness = max(1, facts.stale) / (1 + facts.bounces)
-    return Choice(1 / (facts.bytes * staleness), drop)
+def drops(
+    policy: str,
+    copy_seconds: float,
+    swap_seconds: float | None,
+    recompute_seconds: float | None,
+) -> bool | None:
+    """The director: True if it is recomputed, False if it is swapped, None if it has to stay.
 
-
-def _dtr(facts: Facts) -> Choice | None:
-    if facts.recompute_seconds is None:
-        return None
-    return Choice(facts.recompute_seconds / (facts.bytes * max(1, facts.stale)), drop=True)
-
-
-def _as_published(facts: Facts) -> Choice | None:
-    """As its code does: microseconds of a transfer against nanoseconds of an op."""
-    if facts.swap_seconds is None and facts.recompute_seconds is None:
-        return None
-    transfer = 2 * facts.copy_seconds * 1e6
-    op = (facts.recompute_seconds or 0.0) * 1e9
-    can_drop, can_swap = facts.recompute_seconds is not None, facts.swap_seconds is not None
-    drop = can_drop and (not can_swap or transfer > op > 0)
-    return Choice(1 / (facts.bytes * max(1, facts.stale)), drop)
+    A copy one way takes `copy_seconds`, hidden or not; the paper's 2 m / B is what of both ways
+    is not hidden: `swap_seconds`. None: there is no room below. A recipe costs what it has to run
+    as things are, in the same unit; None: there is none.
+    """
+    if recompute_seconds is None:
+        return None if swap_seconds is None or policy == "dtr" else False
+    if swap_seconds is None or policy == "dtr":
+        return True
+    if policy == "delta":
+        return recompute_seconds <= swap_seconds
+    # As the published code does: microseconds of a transfer against nanoseconds of an op.
+    return 2 * copy_seconds * 1e6 > recompute_seconds * 1e9 > 0

@@ -44,18 +44,23 @@ class Costs:
 
     def expected_bytes(
         self,
-        key: Hashable,
+        key: Hashable | None,
         func: OpOverload[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> int:
-        """What the op is going to make: as much as last time, or as its meta kernel says."""
+        """What the op is going to make: as much as last time, or as its meta kernel says.
+
+        A key that is None stands for an op that makes nothing.
+        """
+        if key is None:
+            return 0
         known = self._made.get(key)
         if known is None:
             known = self._made[key] = _meta_bytes(func, args, kwargs)
             if not self._on_cuda:
                 self._scratch[key] = _scratch_bytes(func, args, known)
-        return known + self._scratch.get(key, 0)
+        return known if self._on_cuda else known + self._scratch.get(key, 0)
 
     def known_bytes(self, key: Hashable) -> int:
         """What an op that has run before made."""
@@ -70,7 +75,10 @@ class Costs:
 
     def wants(self, key: Hashable) -> bool:
         """Whether a run of it should be timed."""
-        return len(self._seconds.setdefault(key, [])) < _SAMPLES
+        known = self._seconds.get(key)
+        if known is None:
+            known = self._seconds[key] = []
+        return len(known) < _SAMPLES
 
     def start(self) -> Any:
         """Before the op."""

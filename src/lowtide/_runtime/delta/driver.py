@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -16,9 +16,9 @@ from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.recipe import Call, Recipe, Value, find_recipe
-from lowtide._runtime.delta.record import Captor, Known, known, shape_key, written_by
+from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.replay import Replayer, generator_of
-from lowtide._runtime.delta.room import PUBLISHED, Room
+from lowtide._runtime.delta.room import PUBLISHED, Room, is_out_of_memory
 from lowtide._runtime.delta.verify import same_bytes
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
@@ -33,6 +33,7 @@ _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is no
 _LOOSE_STEPS = 2  # in a row, until then
 _MORE = 1.02  # times what such a step saved: it is another step
 _WORTH_A_STATE = 16  # times the bytes of the generator's state: smaller results are not remade
+_MOST_KINDS = 50_000
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
 
@@ -64,6 +65,7 @@ class Dynamic:
         self._known_peak = 0  # ... and held
         self._at: dict[int, int] = {}  # the place of each cell in their row
         self._trusted: set[Any] = set()  # recipes that were found to be right
+        self._considered: set[Any] = set()  # places in a step where nothing new is to be found
         self.demoted: set[Any] = set()  # ... and wrong
         self._largest = 0  # bytes that an op of this step made
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
@@ -102,6 +104,7 @@ class Dynamic:
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
         self.room.cells = []
+        self.room.forget_order()
         self._at.clear()
         self.ledger.new_graphs()
 
@@ -115,6 +118,7 @@ class Dynamic:
             self._look()
         self._saves = self._saved_bytes = 0
         self.room.cells = [cell for cell in self.room.cells if cell.handles]
+        self.room.forget_order()
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
         self.ledger.new_graphs()
         if self._mode is not None and self.ledger.device.type == "cuda":
@@ -166,7 +170,7 @@ class Dynamic:
         if self._mode is None:
             self._guess()
         elif cell.value is not None and cell.value.call is not None:
-            self._consider(cell.value)
+            self._consider(cell.value, handle.number)
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
@@ -193,72 +197,104 @@ class Dynamic:
 
     # One op.
 
-    def see(self, func: OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an op of the program."""
-        what = known(func)
-        if what.view:
-            return func(*args, **kwargs)
+    def see(
+        self, func: OpOverload[..., Any], what: Known, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op of the program that makes or writes bytes."""
         self.ops += 1
         self.ledger.now += 1
-        sampled = self.ops % _SAMPLED == 0
-        began = time.perf_counter() if sampled else 0.0
-        key = shape_key(func, args, kwargs)
-        written = written_by(what, args, kwargs)
-        for tensor in written:
-            self._before_write(tensor)
-        call = None
-        if torch.is_grad_enabled():  # not in backward, unless that is differentiated, too
-            call = self._captor.capture(func, what, args, kwargs, key)
-        need = self._costs.expected_bytes(key, func, args, kwargs)
-        result = self._run(func, args, kwargs, what, key, need, call, sampled)
-        self._after(result, written, key, call)
-        if sampled:
-            self._own_seconds += time.perf_counter() - began - self._in_op
-            self._own_ops += 1
+        if self.ops % _SAMPLED:
+            return self._see(func, what, args, kwargs)
+        began = time.perf_counter()
+        self._in_op = 0.0
+        result = self._see(func, what, args, kwargs, sampled=True)
+        self._own_seconds += time.perf_counter() - began - self._in_op
+        self._own_ops += 1
         return result
 
-    def _run(
+    def _see(
+        self,
+        func: OpOverload[..., Any],
+        what: Known,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        sampled: bool = False,
+    ) -> Any:
+        written: Sequence[torch.Tensor] = ()
+        if what.writes:
+            written = written_by(what, args, kwargs)
+            for tensor in written:
+                self._before_write(tensor)
+        call = None
+        if torch.is_grad_enabled():  # not in backward, unless that is differentiated, too
+            call = self._captor.capture(func, what, args, kwargs)
+        key: Hashable | None = None
+        if call is not None:
+            key = call.cost
+        elif what.makes:
+            key = shape_key(func, what, args, kwargs)
+        need = self._costs.expected_bytes(key, func, args, kwargs) if what.makes else 0
+        timed = call is not None and self._costs.wants(key)
+        if timed or sampled or what.facts.may_be_random or not self.room.enough(need):
+            work = self._work(func, args, kwargs, key if timed else None, sampled)
+            result = self._run(work, what, need, call)
+        else:
+            try:
+                result = func._op(*args, **kwargs)
+            except RuntimeError as error:
+                if not what.retriable or not is_out_of_memory(error):
+                    raise
+                result = self._run(self._work(func, args, kwargs, None, False), what, need, call)
+        self._after(result, written, key, call)
+        return result
+
+    def _work(
         self,
         func: OpOverload[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        what: Known,
-        key: Any,
-        need: int,
-        call: Call | None,
+        timed: Hashable | None,
         sampled: bool,
-    ) -> Any:
-        timed = call is not None and self._costs.wants(key)
+    ) -> Callable[[], Any]:
+        """The op itself; its kernel is timed under the key `timed`."""
 
         def work() -> Any:
-            if sampled:
-                began_op = time.perf_counter()
-            if not timed:
+            if not sampled and timed is None:
+                return func(*args, **kwargs)
+            began = time.perf_counter()
+            if timed is None:
                 result = func(*args, **kwargs)
             else:
-                began = self._costs.start()
+                started = self._costs.start()
                 result = func(*args, **kwargs)
-                self._costs.stop(key, began)
-            if sampled:
-                self._in_op = time.perf_counter() - began_op
+                self._costs.stop(timed, started)
+            self._in_op = time.perf_counter() - began
             return result
 
+        return work
+
+    def _run(self, work: Callable[[], Any], what: Known, need: int, call: Call | None) -> Any:
+        """With room made for it, and again if that was too little."""
+        name = what.facts.name
         if not what.facts.may_be_random:
-            return self.room.run(work, need, what.facts.name, retry=what.retriable)
+            return self.room.run(work, need, name, retry=what.retriable)
         generator = generator_of(self.ledger.device)
-        state = call.random if call is not None and call.random is not None else None
-        if state is None:
-            state = generator.get_state()
-        begin_again = state
+        known_state = None if call is None else call.random
+        state = generator.get_state() if known_state is None else known_state
 
         def before_retry() -> None:
-            generator.set_state(begin_again)
+            generator.set_state(state)
 
-        return self.room.run(
-            work, need, what.facts.name, retry=what.retriable, before_retry=before_retry
-        )
+        return self.room.run(work, need, name, retry=what.retriable, before_retry=before_retry)
 
-    def _after(self, result: Any, written: list[torch.Tensor], key: Any, call: Call | None) -> None:
+    def _after(
+        self,
+        result: Any,
+        written: Sequence[torch.Tensor],
+        key: Hashable | None,
+        call: Call | None,
+    ) -> None:
         """Count what was made, and write down how."""
         made = 0
         ledger = self.ledger
@@ -266,7 +302,8 @@ class Dynamic:
             most = max((tensor.nbytes for tensor in tensors_in(result)), default=0)
             if most < _WORTH_A_STATE * call.random.nbytes:
                 call = None  # on a CPU that is 5 kB, which stay
-        for place, tensor in enumerate(tensors_in(result)):
+        tensors = (result,) if type(result) is torch.Tensor else tensors_in(result)
+        for place, tensor in enumerate(tensors):
             if tensor.device != ledger.device or not has_storage(tensor):
                 continue
             storage = tensor.untyped_storage()
@@ -279,10 +316,12 @@ class Dynamic:
                 call.makes.append((place, weakref.ref(value)))
         if written:
             self._after_write(written, call)
-        self._costs.saw_bytes(key, made)
-        self._largest = max(self._largest, made)
+        if key is not None:
+            self._costs.saw_bytes(key, made)
+        if made > self._largest:
+            self._largest = made
 
-    def _after_write(self, written: list[torch.Tensor], call: Call | None) -> None:
+    def _after_write(self, written: Sequence[torch.Tensor], call: Call | None) -> None:
         storages = [tensor.untyped_storage() for tensor in written]
         keys = [storage._cdata for storage in storages]
         for storage, key in zip(storages, keys, strict=True):
@@ -321,35 +360,42 @@ class Dynamic:
 
     def _reliable(self, value: Value) -> Recipe | None:
         """How to make it again, if that can be relied on."""
-        return find_recipe(value) if value.trusted else None
+        if value.spoilt or value.call is None or self.room.budget is None:
+            return None
+        recipe = find_recipe(value)
+        if recipe is None or self._verify == "never" or recipe.key in self._trusted:
+            return recipe
+        return None
 
-    def _consider(self, value: Value) -> None:
+    def _consider(self, value: Value, number: int) -> None:
         """The first time something of this kind is saved: does its recipe make just that?"""
-        if self._verify == "never":
-            value.trusted = True
+        if self._verify == "never" or self.room.budget is None or self.room.policy == PUBLISHED:
             return
-        if self.room.budget is None or self.room.policy == PUBLISHED:
+        assert value.call is not None
+        kind = (number, value.call.key)  # steps mostly save the same in the same order
+        if kind in self._considered:
             return
         recipe = find_recipe(value)
         if recipe is None or recipe.key in self.demoted:
             value.spoilt = True
             return
-        if recipe.key in self._trusted:
-            value.trusted = True
-            return
-        if not self.room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
-            return
-        self.room.counts["checked"] += 1
-        try:
-            right = self._is_right(value, recipe)
-        except OutOfBudget:
-            return  # another time
-        if right:
-            value.trusted = True
+        if recipe.key not in self._trusted:
+            needed = sum(self._costs.known_bytes(call.cost) for call in recipe.calls)
+            if not self.room.has(needed):
+                return
+            self.room.counts["checked"] += 1
+            try:
+                right = self._is_right(value, recipe)
+            except OutOfBudget:
+                return  # another time
+            if not right:
+                value.spoilt = True
+                self.demoted.add(recipe.key)
+                return
             self._trusted.add(recipe.key)
-        else:
-            value.spoilt = True
-            self.demoted.add(recipe.key)
+        if len(self._considered) > _MOST_KINDS:
+            self._considered.clear()
+        self._considered.add(kind)
 
     def _is_right(self, value: Value, recipe: Recipe) -> bool:
         storage = value.storage()

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,12 +23,12 @@ class Ledger:
         self.peak = 0
         self.plain_peak = 0
         self.values: dict[int, Value] = {}  # by storage, as long as it is there
-        self._leaves: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._leaves: dict[int, weakref.ref[Value]] = {}  # likewise
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._unseen = 0
         self._grain = GRAIN if device.type == "cuda" else 64
-        self._forget_later: Callable[[int], None] = partial(_forget, weakref.ref(self))
+        self._self = weakref.ref(self)
 
     def admit_existing(self) -> None:
         """All storages that Python can reach; on a GPU also what it cannot. From the beginning."""
@@ -65,16 +64,18 @@ class Ledger:
         key = storage._cdata
         if key in self._sizes:
             return False
-        size = self._rounded(storage.nbytes())
-        self._sizes[key] = size
-        self._refs[key] = weakref.ref(storage, partial(self._forget_later, key))
+        size = self._sizes[key] = self._rounded(storage.nbytes())
+        self._refs[key] = weakref.ref(storage, partial(_forget, self._self, key))
         self.held += size
         self._look()
         return True
 
     def _look(self) -> None:
-        self.peak = max(self.peak, self.held)
-        self.plain_peak = max(self.plain_peak, self.held + self.away)
+        held = self.held
+        if held > self.peak:
+            self.peak = held
+        if held + self.away > self.plain_peak:
+            self.plain_peak = held + self.away
 
     def begin_step(self) -> None:
         """Peaks are those of a step."""
@@ -102,11 +103,11 @@ class Ledger:
     def value_of(self, storage: torch.UntypedStorage) -> Value:
         """What the storage is: made by an op that was seen, or else something given."""
         key = storage._cdata
-        value = self.values.get(key) or self._leaves.get(key)
+        value = self.values.get(key) or self._leaf(key)
         if value is None:
             self.see(storage)
             value = Value(storage, None)
-            self._leaves[key] = value
+            self._leaves[key] = weakref.ref(value)
         elif value.cell is not None:
             cell = value.cell()
             if cell is not None:
@@ -116,12 +117,19 @@ class Ledger:
     def known(self, storage: torch.UntypedStorage) -> Value | None:
         """What the storage is, if it was ever used or made."""
         key = storage._cdata
-        return self.values.get(key) or self._leaves.get(key)
+        return self.values.get(key) or self._leaf(key)
+
+    def _leaf(self, key: int) -> Value | None:
+        found = self._leaves.get(key)
+        value = None if found is None else found()
+        return None if value is None or value.storage() is None else value
 
     def written(self, storage: torch.UntypedStorage, value: Value | None) -> None:
         """It is no longer what it was, but `value`, or something unknown."""
         key = storage._cdata
-        for old in (self.values.pop(key, None), self._leaves.pop(key, None)):
+        leaf = self._leaf(key)
+        self._leaves.pop(key, None)
+        for old in (self.values.pop(key, None), leaf):
             if old is None:
                 continue
             old.storage = _nothing

@@ -6,13 +6,14 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from lowtide._runtime.delta.record import Known, known
 from lowtide._runtime.swap.quiet import is_calm
 
-See = Callable[[OpOverload[..., Any], Sequence[Any], dict[str, Any]], Any]
+See = Callable[[OpOverload[..., Any], Known, Sequence[Any], dict[str, Any]], Any]
 
 
 class SeeingMode(TorchDispatchMode):
-    """Shows every op, in backward too: PyTorch carries modes into its backward threads."""
+    """Shows every op that makes or writes bytes, in backward too, where PyTorch carries modes."""
 
     supports_higher_order_operators = True
 
@@ -33,7 +34,10 @@ class SeeingMode(TorchDispatchMode):
     ) -> Any:
         if self._see is None or not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
-        return self._see(func, args, kwargs or {})
+        what = known(func)
+        if what.view:
+            return func._op(*args, **(kwargs or {}))
+        return self._see(func, what, args, kwargs or {})
 
     def begin(self) -> None:
         """Onto the stack of modes. Only where it is calm."""

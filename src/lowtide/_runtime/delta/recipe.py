@@ -13,7 +13,7 @@ from lowtide._runtime.swap.cell import State
 LONGEST = 48  # ops of one recipe
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
 class Source:
     """A tensor that an op was given: some value, seen in some way."""
 
@@ -36,7 +36,7 @@ class Call:
     """An op that has run, so that it can be run again."""
 
     func: OpOverload[..., Any]
-    args: tuple[Any, ...]  # with a Source for each tensor
+    args: list[Any]  # with a Source for each tensor
     kwargs: dict[str, Any]
     sources: list[Source]
     key: Hashable  # alike for calls that do the same to tensors of the same shape
@@ -60,7 +60,6 @@ class Value:
         "key",
         "spoilt",
         "storage",
-        "trusted",
     )
 
     def __init__(self, storage: torch.UntypedStorage, call: Call | None) -> None:
@@ -72,7 +71,6 @@ class Value:
         self.cell: weakref.ref[Any] | None = None  # if it was saved for backward
         self.dependents: set[Any] = set()  # dropped cells of which it is a source
         self.spoilt = False  # written to since, or found not to be what its recipe makes
-        self.trusted = False  # found to be just what its recipe makes
 
     def let_go(self) -> None:
         """Hold its bytes no longer, if that was for others who do not need them any more."""
@@ -124,7 +122,7 @@ def find_recipe(value: Value) -> Recipe | None:
         elif found.held is not None or found.saved() is not None or found.is_given():
             sources[id(found)] = found
             shape.append(source.size)
-        elif found.call is None or found.spoilt or (found.cell is not None and not found.trusted):
+        elif found.call is None or found.spoilt:
             return None
         elif id(found.call) not in calls:
             if len(calls) == LONGEST:

@@ -1,6 +1,6 @@
 """An op that is about to run -> the call that recomputing would repeat."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,19 @@ _NOT_REPEATABLE = {
 }
 
 
+# What besides tensors decides how much a call makes.
+_ATOMS = {
+    int,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What holds for every call of an op."""
@@ -46,6 +59,8 @@ class Known:
     facts: OpFacts
     view: bool  # it makes no bytes and writes none
     repeatable: bool
+    makes: bool  # ... bytes, besides those it writes to
+    writes: bool
     retriable: bool  # it can be run again after it failed
 
 
@@ -72,31 +87,34 @@ def _find_out(func: OpOverload[..., Any]) -> Known:
         facts=facts,
         view=view,
         repeatable=aten and packet not in _NOT_REPEATABLE,
+        makes=any(result.alias_info is None for result in returns),
+        writes=bool(facts.written or facts.statistics),
         retriable=not facts.written or facts.overwrites,
     )
 
 
 def shape_key(
-    func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    func: OpOverload[..., Any], what: Known, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Hashable:
     """Alike for calls that make as much and take as long."""
     key: list[Hashable] = [id(func)]
-    for thing in args:
-        _add_shape(key, thing)
-    for thing in kwargs.values():
-        _add_shape(key, thing)
+    _add_shapes(key, args, what.facts.factory)
+    if kwargs:
+        _add_shapes(key, kwargs.values(), what.facts.factory)
     return tuple(key)
 
 
-def _add_shape(key: list[Hashable], thing: Any) -> None:
-    if isinstance(thing, torch.Tensor):
-        key.append(thing.size())
-        key.append(thing.dtype)
-    elif isinstance(thing, list | tuple):
-        for item in thing:
-            _add_shape(key, item)
-    elif isinstance(thing, Hashable):
-        key.append(thing)
+def _add_shapes(key: list[Hashable], things: Iterable[Any], floats: bool) -> None:
+    for thing in things:
+        kind = type(thing)
+        if kind is torch.Tensor or kind is torch.nn.Parameter or isinstance(thing, torch.Tensor):
+            key.append(thing.shape)
+            key.append(thing.dtype)
+        elif isinstance(thing, list | tuple):
+            key.append(len(thing))
+            _add_shapes(key, thing, floats)
+        elif kind in _ATOMS or (floats and kind is float):
+            key.append(thing)  # other floats change from step to step
 
 
 class _CannotRepeat(Exception):
@@ -115,19 +133,16 @@ class Captor:
         what: Known,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        key: Hashable,
     ) -> Call | None:
         """The call, or None if it could not be repeated."""
         if not what.repeatable:
             return None
-        ignored: set[int] = set()
+        reading = _Reading(self._ledger)
         if what.facts.statistics:
-            ignored = {id(t) for t in statistics_tensors(what.facts, args, kwargs)}
-        sources: list[Source] = []
-        exact: list[Hashable] = [id(func)]
+            reading.ignored = {id(t) for t in statistics_tensors(what.facts, args, kwargs)}
         try:
-            given = tuple(self._kept(arg, sources, exact, ignored) for arg in args)
-            named = {name: self._kept(arg, sources, exact, ignored) for name, arg in kwargs.items()}
+            given = [reading.kept(arg) for arg in args]
+            named = {name: reading.kept(arg) for name, arg in kwargs.items()} if kwargs else {}
         except _CannotRepeat:
             return None
         device = self._ledger.device
@@ -136,54 +151,60 @@ class Captor:
             random = generator_of(device).get_state()
             if random.device == device:  # 5 kB each, of main memory
                 self._ledger.see(random.untyped_storage())
-        return Call(func, given, named, sources, hash(tuple(exact)), key, random, device, [], [])
+        cost = (id(func), *reading.shapes)
+        exact = hash((cost, *reading.floats))
+        return Call(func, given, named, reading.sources, exact, cost, random, device, [], [])
 
-    def _kept(
-        self,
-        thing: Any,
-        sources: list[Source],
-        key: list[Hashable],
-        ignored: set[int],
-    ) -> Any:
-        if isinstance(thing, torch.Tensor):
-            return self._source(thing, sources, key, ignored)
+
+class _Reading:
+    """The arguments of one call, gone through once. On every op: hence plain loops."""
+
+    __slots__ = ("_device", "_ledger", "floats", "ignored", "shapes", "sources")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._device = ledger.device
+        self.sources: list[Source] = []
+        self.shapes: list[Hashable] = []  # and whatever else decides how much is made
+        self.floats: list[float] = []
+        self.ignored: set[int] | tuple[()] = ()
+
+    def kept(self, thing: Any) -> Any:
+        """As it is written down."""
+        kind = type(thing)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self._source(thing)
+        if kind in _ATOMS:
+            self.shapes.append(thing)
+            return thing
+        if kind is float:
+            self.floats.append(thing)
+            return thing
         if isinstance(thing, list | tuple):
-            items = [self._kept(item, sources, key, ignored) for item in thing]
+            self.shapes.append(len(thing))
+            items = [self.kept(item) for item in thing]
             return items if isinstance(thing, list) else tuple(items)
-        if isinstance(thing, torch.Generator) or not isinstance(thing, Hashable):
-            raise _CannotRepeat
-        key.append(thing)
-        return thing
+        if isinstance(thing, torch.Tensor):
+            return self._source(thing)
+        raise _CannotRepeat  # a generator, a symbolic number
 
-    def _source(
-        self,
-        tensor: torch.Tensor,
-        sources: list[Source],
-        key: list[Hashable],
-        ignored: set[int],
-    ) -> Source:
+    def _source(self, tensor: torch.Tensor) -> Source:
         if (
-            not has_storage(tensor)
-            or tensor.device != self._ledger.device
+            tensor.device != self._device
+            or not has_storage(tensor)
             or tensor.is_conj()
             or tensor.is_neg()
         ):
             raise _CannotRepeat
-        source = Source(
-            self._ledger.value_of(tensor.untyped_storage()),
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            id(tensor) in ignored,
-        )
-        sources.append(source)
-        key.append((source.dtype, source.size, source.stride))
+        value = self._ledger.value_of(tensor.untyped_storage())
+        dtype, size, stride = tensor.dtype, tensor.shape, tensor.stride()
+        ignored = bool(self.ignored) and id(tensor) in self.ignored
+        source = Source(value, dtype, size, stride, int(tensor.storage_offset()), ignored)
+        self.sources.append(source)
+        self.shapes += (dtype, size, stride)
         return source
 
 
 def written_by(what: Known, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that this call writes to, said or unsaid."""
-    if not what.facts.written and not what.facts.statistics:
-        return []
     return written_tensors(what.facts, args, kwargs) + statistics_tensors(what.facts, args, kwargs)

@@ -1,8 +1,8 @@
 """Room on the device: what goes when there is too little, and how."""
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
-from lowtide._runtime.delta.choose import Facts, choose
+from lowtide._runtime.delta.choose import drops, score
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Recipe, Value
@@ -20,6 +20,7 @@ from lowtide._units import format_bytes
 _SLACK = 0.01  # of the budget: what is made free beyond what is needed
 _BACK_WAITED = 0.3  # of a copy back: the share that prefetching does not hide
 _FIRST_PORTION = 1 << 20
+_ORDERED = 64  # ops: as long the order in which values go holds, but for those used since
 _ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
 PUBLISHED = "delta-as-published"
 
@@ -48,6 +49,13 @@ class Room:
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
         self._releasing = False
+        self._order: deque[DeltaCell] = deque()  # what goes next
+        self._ordered_at = 0
+
+    def enough(self, need: int) -> bool:
+        """Whether an op that makes so much can run as things are."""
+        budget = self.budget
+        return budget is None or self._ledger.held + need + _ROUNDING <= budget
 
     def run(
         self,
@@ -84,13 +92,11 @@ class Room:
         return result
 
     def _relieve(self, count: int) -> bool:
-        """The device is full, whatever the ledger says. False: nothing could be done."""
-        freed = self._release(count)
-        if self._ledger.device.type == "cuda":
-            before = torch.cuda.memory_reserved(self._ledger.device)
-            torch.cuda.empty_cache()
-            freed += before - torch.cuda.memory_reserved(self._ledger.device)
-        return freed > 0
+        """The device is full, whatever the ledger says. False: nothing could be done.
+
+        PyTorch's allocator has given back what it had cached before it said so.
+        """
+        return self._release(count) > 0
 
     def make(self, count: int, name: str = "bringing back a saved tensor") -> None:
         """So that `count` bytes more are still within the budget."""
@@ -117,44 +123,47 @@ class Room:
         self._releasing = True
         try:
             with self.lock:
-                for cell in self._by_score():
-                    if began - self._ledger.held >= count:
-                        break
+                for cell in self._in_order():
                     if cell.can_go() and cell.alone():
                         self._let_go(cell)
+                    if began - self._ledger.held >= count:
+                        break
         finally:
             self._releasing = False
         return began - self._ledger.held
 
+    def _in_order(self) -> Iterator[DeltaCell]:
+        """Those that could go, the best to lose first: what is left of the last order, then all."""
+        now, at = self._ledger.now, self._ordered_at
+        if now - at < _ORDERED:
+            while self._order:
+                cell = self._order.popleft()
+                if cell.last <= at:
+                    yield cell
+        self._ordered_at = now
+        self._order = deque(self._by_score())
+        while self._order:
+            yield self._order.popleft()
+
     def _by_score(self) -> list[DeltaCell]:
-        """Those that could go, the best to lose first."""
+        now, policy, costs = self._ledger.now, self.policy, self._costs
         scored = []
         for i, cell in enumerate(self.cells):
-            if cell.can_go():
-                choice = choose(self.policy, self._facts(cell, quick=True))
-                if choice is not None:
-                    scored.append((choice.score, i))
+            if not cell.can_go():
+                continue
+            value = cell.value
+            recompute = None
+            if value is not None and value.call is not None and not value.spoilt:
+                recompute = costs.seconds(value.call.cost)
+            found = score(policy, cell.bytes, now - cell.last, cell.bounces, recompute)
+            if found is not None:
+                scored.append((found, i))
         scored.sort()
         return [self.cells[i] for _, i in scored]
 
-    def _facts(self, cell: DeltaCell, *, quick: bool) -> Facts:
-        value = cell.value
-        copy = cell.bytes / self._rate()
-        waits = max(0.0, self._out_free_at - time.perf_counter())
-        recompute: float | None = None
-        if value is not None and value.call is not None and not value.spoilt:
-            if quick:
-                recompute = self._costs.seconds(value.call.cost)
-            elif self.recipe_of(value) is not None:
-                recompute = self.cost_of(value, 10 * copy + 1.0)
-        return Facts(
-            bytes=cell.bytes,
-            stale=self._ledger.now - cell.last,
-            recompute_seconds=recompute,
-            swap_seconds=waits + copy + _BACK_WAITED * copy,
-            copy_seconds=copy,
-            bounces=cell.bounces,
-        )
+    def forget_order(self) -> None:
+        """It refers to cells that may be no more."""
+        self._order.clear()
 
     def _let_go(self, cell: DeltaCell) -> None:
         """Swap it or drop it, as the director says."""
@@ -165,18 +174,23 @@ class Room:
             cell.send_back()
             self.counts["sent back"] += 1
             return
-        choice = choose(self.policy, self._facts(cell, quick=False))
-        if choice is None:
-            return
-        if not choice.drop and self.policy != "dtr" and self._swap(cell):
-            return
         recipe = self.recipe_of(cell.value) if cell.value is not None else None
-        if recipe is not None and cell.state is State.HERE:
+        drop = self._drops(cell, recipe)
+        if drop is None or (not drop and self._swap(cell)):
+            return
+        if recipe is not None:
             cell.forgo(recipe.sources)
             self.counts["dropped"] += 1
             self.counts["dropped bytes"] += cell.bytes
-        elif choice.drop and self.policy != "dtr":
-            self._swap(cell)
+
+    def _drops(self, cell: DeltaCell, recipe: Recipe | None) -> bool | None:
+        copy = cell.bytes / self._rate()
+        waits = max(0.0, self._out_free_at - time.perf_counter())
+        recompute = None
+        if recipe is not None:
+            assert cell.value is not None
+            recompute = self.cost_of(cell.value, 10 * copy + 1.0)
+        return drops(self.policy, copy, waits + copy + _BACK_WAITED * copy, recompute)
 
     def _swap(self, cell: DeltaCell) -> bool:
         """False: there was no room below, or the copy failed."""
