@@ -107,7 +107,8 @@ class Budgeted:
                 self._dynamic.mark()
             if self._bytes is None and self._dynamic.has_trained:
                 plain = self._dynamic.plain_peak
-                self._bytes = self._dynamic.room.budget = parse_bytes(str(self._budget), plain)
+                self._bytes = parse_bytes(str(self._budget), plain)
+                self._dynamic.set_budget(self._bytes)
             return
         with self._saved:
             self._driver.mark()
@@ -159,8 +160,9 @@ class Budgeted:
             replayed_ops=dynamic.replayer.calls,
             replayed_seconds=dynamic.replayer.seconds,
             checked=counts["checked"],
-            demoted=len(dynamic.demoted),
+            demoted=len(dynamic.trust.wrong),
             out_of_memory=counts["out of memory"],
+            made_do=counts["made do"],
             ops=dynamic.ops,
             driver_seconds=dynamic.own_seconds_per_op(),
         )

@@ -20,7 +20,7 @@ from lowtide._report.pool_text import render_pool
 from lowtide._report.swap_text import render_swap
 from lowtide._runtime.budget import POLICIES, Budgeted
 from lowtide._runtime.cuda import CudaPlace
-from lowtide._runtime.delta.driver import VERIFY
+from lowtide._runtime.delta.trust import VERIFY
 from lowtide._runtime.marks import Marks
 from lowtide._runtime.pool import Pool
 

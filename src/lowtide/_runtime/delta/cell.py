@@ -1,7 +1,7 @@
 """A saved storage that can be swapped, or dropped and made again."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,8 +26,8 @@ class Keeper(Protocol):
     ledger: Ledger
     digests: bool  # whether what was dropped is compared when it is back
 
-    def make_room(self, count: int) -> None:
-        """For so many bytes more."""
+    def with_room(self, work: Callable[[], None], count: int) -> None:
+        """Run what takes so many bytes."""
 
     def remake(self, cell: "DeltaCell") -> None:
         """Have a dropped one's bytes again."""
@@ -172,9 +172,8 @@ class DeltaCell(Cell):
     def _take_again(self) -> None:
         self.pinned += 1
         try:
-            self._keeper.make_room(self.bytes)
+            self._keeper.with_room(super()._take_again, self.bytes)
         finally:
             self.pinned -= 1
-        super()._take_again()
         self._keeper.ledger.away -= self.bytes
         self._keeper.ledger.resized(self.storage)

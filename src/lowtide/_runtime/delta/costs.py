@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from lowtide._runtime.swap.quiet import quiet
 
 # What CPU kernels take inside, at most: so many times their arguments, so many times their results
-# (measured on the models of the tests; PyTorch tells nobody). A GPU says when it has no more.
+# (measured on the models of the tests; PyTorch tells nobody). On a GPU the allocator tells.
 _SCRATCH = {
     "convolution": (2.4, 2.4),
     "convolution_backward": (1.5, 0.0),
@@ -28,6 +28,7 @@ _SCRATCH_OF_HALVES = {  # which they convert
     "add": (0.0, 1.0),
 }
 _SAMPLES = 3  # runs of an op of one shape that are timed
+_LOOKS = 2  # runs of which the allocator of a GPU is asked what they took
 _MOST = 20_000  # shapes remembered
 _UNKNOWN = 20e-6  # seconds, of an op that was never timed
 
@@ -37,6 +38,8 @@ class Costs:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
+        self._index = device.index or 0
+        self._looks: dict[Hashable, int] = {}
         self._made: dict[Hashable, int] = {}
         self._scratch: dict[Hashable, int] = {}
         self._seconds: dict[Hashable, list[float]] = {}
@@ -60,18 +63,42 @@ class Costs:
             known = self._made[key] = _meta_bytes(func, args, kwargs)
             if not self._on_cuda:
                 self._scratch[key] = _scratch_bytes(func, args, known)
-        return known if self._on_cuda else known + self._scratch.get(key, 0)
+        return known + self._scratch.get(key, 0)
+
+    def wish(self, key: Hashable | None, what: str, args: Sequence[Any]) -> int:
+        """Bytes that it may want besides, if it has never run: cuDNN makes do with less.
+
+        But then it computes in another way, and maybe other bits.
+        """
+        if not self._on_cuda or key in self._looks or "convolution" not in what:
+            return 0
+        return _all_bytes(args) + self._made.get(key, 0)
 
     def known_bytes(self, key: Hashable) -> int:
         """What an op that has run before made."""
         return self._made.get(key, 0) + self._scratch.get(key, 0)
 
-    def saw_bytes(self, key: Hashable, count: int) -> None:
-        """What it has made."""
+    def looks(self, key: Hashable | None) -> bool:
+        """Whether the allocator should be asked before and after it."""
+        return self._on_cuda and key is not None and self._looks.get(key, 0) < _LOOKS
+
+    def taken(self) -> int:
+        """Bytes that were ever taken of the GPU."""
+        return int(torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]["allocated"])
+
+    def saw_bytes(self, key: Hashable, count: int, taken: int | None) -> None:
+        """What it has made, and taken in all: the least it did, if libraries tried several ways."""
         if len(self._made) > _MOST:
             self._made.clear()
             self._scratch.clear()
+            self._looks.clear()
         self._made[key] = count
+        if taken is not None:
+            inside = max(0, taken - count)
+            if self._looks.get(key):
+                inside = min(inside, self._scratch[key])
+            self._scratch[key] = inside
+            self._looks[key] = self._looks.get(key, 0) + 1
 
     def wants(self, key: Hashable) -> bool:
         """Whether a run of it should be timed."""

@@ -11,29 +11,28 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._errors import OutOfBudget
+from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
-from lowtide._runtime.delta.recipe import Call, Recipe, Value, find_recipe
+from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.replay import Replayer, generator_of
 from lowtide._runtime.delta.room import PUBLISHED, Room, is_out_of_memory
-from lowtide._runtime.delta.verify import same_bytes
+from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.tensors import has_storage, tensors_in
 
-VERIFY = ("first", "always", "never")
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
 _LOOSE_STEPS = 2  # in a row, until then
 _MORE = 1.02  # times what such a step saved: it is another step
 _WORTH_A_STATE = 16  # times the bytes of the generator's state: smaller results are not remade
-_MOST_KINDS = 50_000
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
 
@@ -48,15 +47,17 @@ class Dynamic:
         verify: str,
         speed: Callable[[], float],
     ) -> None:
-        self._verify = verify
         self.digests = verify == "always"
         self.ledger = Ledger(device)
         self._costs = Costs(device)
+        self._cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self._captor = Captor(self.ledger)
         self.replayer = Replayer(self.ledger, self._costs, self.room.run)
-        self.room.recipe_of = self._reliable
+        self.trust = Trust(verify, self.room, self._costs, self.replayer)
+        self.room.recipe_of = self.trust.reliable
         self.room.cost_of = self.replayer.cost
+        self.room.failures = self._cap.failures
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
         self.has_trained = False
@@ -64,9 +65,6 @@ class Dynamic:
         self._known_bytes = 0  # what the last step that was watched saved
         self._known_peak = 0  # ... and held
         self._at: dict[int, int] = {}  # the place of each cell in their row
-        self._trusted: set[Any] = set()  # recipes that were found to be right
-        self._considered: set[Any] = set()  # places in a step where nothing new is to be found
-        self.demoted: set[Any] = set()  # ... and wrong
         self._largest = 0  # bytes that an op of this step made
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
         self.plain_peak = 0
@@ -83,15 +81,25 @@ class Dynamic:
     def start(self, lock: AbstractContextManager[None]) -> None:
         """See ops from now on."""
         self.room.lock = lock
-        self.ledger.admit_existing()
         self._push()
+        self.set_budget(self.room.budget)
+
+    def set_budget(self, budget: int | None) -> None:
+        """Hold that from now on."""
+        self.room.budget = budget
+        if budget is not None and self._mode is not None:
+            self._cap.put(budget)
+            self.room.margin = self._cap.margin(budget)
 
     def _push(self) -> None:
         if self._mode is None and is_calm():
+            self.ledger.admit_existing()
             self._mode = SeeingMode(self.see)
             self._mode.begin()
 
     def _pop(self) -> None:
+        """Nobody sees when an op runs out of memory: PyTorch is not to be held to the budget."""
+        self._cap.lift()
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.leave()
@@ -139,6 +147,8 @@ class Dynamic:
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
         self._loose_steps = self._loose_steps + 1 if loose else 0
         self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
+        if budget is not None:
+            self.room.margin = self._cap.margin(budget)
         if self._loose_steps >= _LOOSE_STEPS and is_calm():
             self._pop()
 
@@ -147,8 +157,8 @@ class Dynamic:
         self.peaks.append(self._known_peak)
         if self._saved_bytes > _MORE * self._known_bytes and is_calm():
             self._loose_steps = 0
-            self.ledger.admit_existing()
             self._push()
+            self.set_budget(self.room.budget)
 
     # What the hooks tell.
 
@@ -170,7 +180,7 @@ class Dynamic:
         if self._mode is None:
             self._guess()
         elif cell.value is not None and cell.value.call is not None:
-            self._consider(cell.value, handle.number)
+            self.trust.consider(cell.value, handle.number)
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
@@ -236,17 +246,26 @@ class Dynamic:
             key = shape_key(func, what, args, kwargs)
         need = self._costs.expected_bytes(key, func, args, kwargs) if what.makes else 0
         timed = call is not None and self._costs.wants(key)
+        taken: int | None = None
+        if self._costs.looks(key):
+            self.room.make(need, what.facts.name, wish=self._costs.wish(key, what.facts.name, args))
+            taken = self._costs.taken()
         if timed or sampled or what.facts.may_be_random or not self.room.enough(need):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
             result = self._run(work, what, need, call)
         else:
+            failures = self.room.failures()
             try:
                 result = func._op(*args, **kwargs)
+                self.room.made_do(failures)
             except RuntimeError as error:
                 if not what.retriable or not is_out_of_memory(error):
                     raise
-                result = self._run(self._work(func, args, kwargs, None, False), what, need, call)
-        self._after(result, written, key, call)
+                work = self._work(func, args, kwargs, None, False)
+                result = self._run(work, what, need, call, failed=True)
+        if taken is not None:
+            taken = self._costs.taken() - taken
+        self._after(result, written, key, call, taken)
         return result
 
     def _work(
@@ -274,11 +293,19 @@ class Dynamic:
 
         return work
 
-    def _run(self, work: Callable[[], Any], what: Known, need: int, call: Call | None) -> Any:
+    def _run(
+        self,
+        work: Callable[[], Any],
+        what: Known,
+        need: int,
+        call: Call | None,
+        *,
+        failed: bool = False,
+    ) -> Any:
         """With room made for it, and again if that was too little."""
         name = what.facts.name
         if not what.facts.may_be_random:
-            return self.room.run(work, need, name, retry=what.retriable)
+            return self.room.run(work, need, name, retry=what.retriable, failed=failed)
         generator = generator_of(self.ledger.device)
         known_state = None if call is None else call.random
         state = generator.get_state() if known_state is None else known_state
@@ -294,6 +321,7 @@ class Dynamic:
         written: Sequence[torch.Tensor],
         key: Hashable | None,
         call: Call | None,
+        taken: int | None,
     ) -> None:
         """Count what was made, and write down how."""
         made = 0
@@ -317,7 +345,7 @@ class Dynamic:
         if written:
             self._after_write(written, call)
         if key is not None:
-            self._costs.saw_bytes(key, made)
+            self._costs.saw_bytes(key, made, taken)
         if made > self._largest:
             self._largest = made
 
@@ -344,10 +372,12 @@ class Dynamic:
 
     # What cells ask for.
 
-    def make_room(self, count: int) -> None:
-        """For so many bytes more."""
-        if self._mode is not None:  # else nobody counts
-            self.room.make(count)
+    def with_room(self, work: Callable[[], None], count: int) -> None:
+        """Run what takes so many bytes."""
+        if self._mode is None:  # nobody counts
+            work()
+        else:
+            self.room.run(work, count, "bringing back a saved tensor")
 
     def remake(self, cell: DeltaCell) -> None:
         """Have a dropped one's bytes again."""
@@ -355,60 +385,6 @@ class Dynamic:
         self.room.counts["remade"] += 1
         with self.room.lock:
             self.replayer.remake(cell)
-
-    # Whether recipes can be relied on.
-
-    def _reliable(self, value: Value) -> Recipe | None:
-        """How to make it again, if that can be relied on."""
-        if value.spoilt or value.call is None or self.room.budget is None:
-            return None
-        recipe = find_recipe(value)
-        if recipe is None or self._verify == "never" or recipe.key in self._trusted:
-            return recipe
-        return None
-
-    def _consider(self, value: Value, number: int) -> None:
-        """The first time something of this kind is saved: does its recipe make just that?"""
-        if self._verify == "never" or self.room.budget is None or self.room.policy == PUBLISHED:
-            return
-        assert value.call is not None
-        kind = (number, value.call.key)  # steps mostly save the same in the same order
-        if kind in self._considered:
-            return
-        recipe = find_recipe(value)
-        if recipe is None or recipe.key in self.demoted:
-            value.spoilt = True
-            return
-        if recipe.key not in self._trusted:
-            needed = sum(self._costs.known_bytes(call.cost) for call in recipe.calls)
-            if not self.room.has(needed):
-                return
-            self.room.counts["checked"] += 1
-            try:
-                right = self._is_right(value, recipe)
-            except OutOfBudget:
-                return  # another time
-            if not right:
-                value.spoilt = True
-                self.demoted.add(recipe.key)
-                return
-            self._trusted.add(recipe.key)
-        if len(self._considered) > _MOST_KINDS:
-            self._considered.clear()
-        self._considered.add(kind)
-
-    def _is_right(self, value: Value, recipe: Recipe) -> bool:
-        storage = value.storage()
-        if storage is None:
-            return False
-        try:
-            with self.room.lock:
-                found = self.replayer.replay(recipe.calls, value, lambda *_: None)
-        except OutOfBudget:
-            raise
-        except RuntimeError:  # an op that cannot be called like that
-            return False
-        return same_bytes(found, storage)
 
 
 def _place_of(call: Call, key: int) -> int | None:

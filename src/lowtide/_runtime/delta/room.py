@@ -39,6 +39,7 @@ class Room:
         self._ledger = ledger
         self._costs = costs
         self.budget = budget
+        self.margin = 0  # of it: bytes that the device's allocator needs itself
         self.policy = policy
         self._speed = speed  # bytes a second to the tier below
         self._bytes_per_second = 0.0
@@ -46,6 +47,7 @@ class Room:
         self.cost_of: Callable[[Value, float], float] = lambda _value, _most: float("inf")
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
+        self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
         self._releasing = False
@@ -55,7 +57,7 @@ class Room:
     def enough(self, need: int) -> bool:
         """Whether an op that makes so much can run as things are."""
         budget = self.budget
-        return budget is None or self._ledger.held + need + _ROUNDING <= budget
+        return budget is None or self._ledger.held + need + _ROUNDING <= budget - self.margin
 
     def run(
         self,
@@ -65,25 +67,28 @@ class Room:
         *,
         retry: bool = True,
         before_retry: Callable[[], None] | None = None,
+        failed: bool = False,
     ) -> Any:
-        """Run `work` with room for what it makes; if that is too little, with more."""
+        """Run `work` with room for what it makes; if that is too little, with more.
+
+        `failed`: it has run out of memory once already.
+        """
         published = self.policy == PUBLISHED
-        if not published:
-            self.make(need, name)
         portion = max(need, _FIRST_PORTION)
+        if failed:
+            self._relieve(portion, need, name)
+        elif not published:
+            self.make(need, name)
         while True:
+            failures = self.failures()
             try:
                 result = work()
+                self.made_do(failures)
                 break
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:  # out of memory is one
                 if not retry or not is_out_of_memory(error):
                     raise
-                self.counts["out of memory"] += 1
-                if not self._relieve(portion):
-                    raise OutOfBudget(
-                        f"{name} ran out of memory: it makes {format_bytes(need)}, "
-                        f"{format_bytes(self._ledger.held)} are held and nothing more can leave"
-                    ) from error
+                self._relieve(portion, need, name)
                 portion *= 2
                 if before_retry is not None:
                     before_retry()
@@ -91,20 +96,32 @@ class Room:
             self.make(0, name)
         return result
 
-    def _relieve(self, count: int) -> bool:
-        """The device is full, whatever the ledger says. False: nothing could be done.
+    def made_do(self, failures: int) -> None:
+        """An op has run; `failures` were there before it."""
+        if self.failures() != failures:
+            self.counts["made do"] += 1
 
-        PyTorch's allocator has given back what it had cached before it said so.
-        """
-        return self._release(count) > 0
+    def _relieve(self, count: int, need: int, name: str) -> None:
+        """The device is full, whatever the ledger says; PyTorch's own cache is gone already."""
+        self.counts["out of memory"] += 1
+        if not self._release(count):
+            raise OutOfBudget(
+                f"{name} ran out of memory: it makes {format_bytes(need)}, "
+                f"{format_bytes(self._ledger.held)} are held and nothing more can leave"
+            )
 
-    def make(self, count: int, name: str = "bringing back a saved tensor") -> None:
-        """So that `count` bytes more are still within the budget."""
+    def make(
+        self, count: int, name: str = "bringing back a saved tensor", *, wish: int = 0
+    ) -> None:
+        """So that `count` bytes more are still within the budget; if possible, `wish` besides."""
         budget = self.budget
         more = count + _ROUNDING if count else 0
-        if budget is None or self._ledger.held + more <= budget or self._releasing:
+        if budget is None or self._releasing:
             return
-        self._release(self._ledger.held + more - budget + int(_SLACK * budget))
+        excess = self._ledger.held + more - (budget - self.margin)
+        if excess + wish <= 0:
+            return
+        self._release(excess + wish + int(_SLACK * budget))
         held = self._ledger.held
         if held + more > budget and self.policy != PUBLISHED:
             raise OutOfBudget(
@@ -115,7 +132,7 @@ class Room:
 
     def has(self, count: int) -> bool:
         """Whether so much more is within the budget as things are."""
-        return self.budget is None or self._ledger.held + count <= self.budget
+        return self.budget is None or self._ledger.held + count <= self.budget - self.margin
 
     def _release(self, count: int) -> int:
         """Let values go until `count` bytes are free; how many are."""

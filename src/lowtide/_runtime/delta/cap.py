@@ -1,0 +1,79 @@
+"""The budget as PyTorch's own allocator holds it: in bytes reserved, whatever lowtide counts."""
+
+import torch
+
+_FIRST_MARGIN, _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.01, 0.1  # of the budget
+
+_SMALLEST = 256 << 20  # bytes: a smaller budget is not held by an allocator that takes 20 MiB pages
+_failures = 0
+_is_watching = False
+
+
+class Cap:
+    """A limit to what the allocator of a GPU reserves; beyond it, ops run out of memory.
+
+    What lies between allocated blocks cannot be used at will, so lowtide leaves a margin, and a
+    wider one after every step in which the allocator had to give back its cache to go on. Its
+    segments are made to grow and shrink page by page: blocks of ever other sizes come and go here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: float | None = None  # the limit that was there
+        self._settings = ""  # ... and the allocator's settings
+        self._margin = _FIRST_MARGIN
+        self._flushes = 0
+
+    def put(self, budget: int) -> None:
+        """Reserve no more than that from now on."""
+        if self._device.type != "cuda" or self._before is not None or budget < _SMALLEST:
+            return
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        _watch_failures()
+        self._before = torch.cuda.get_per_process_memory_fraction(self._device)
+        self._settings = torch._C._accelerator_getAllocatorSettings()
+        _set(f"{self._settings},expandable_segments:True")
+        limit = min(self._before, budget / total)
+        torch.cuda.set_per_process_memory_fraction(limit, self._device)
+        torch.cuda.empty_cache()
+        self._flushes = self._count()
+
+    def lift(self) -> None:
+        """As it was before."""
+        before, self._before = self._before, None
+        if before is not None:
+            torch.cuda.set_per_process_memory_fraction(before, self._device)
+            _set(self._settings or "expandable_segments:False")
+
+    def margin(self, budget: int) -> int:
+        """Bytes to leave to the allocator; asked once a step."""
+        if self._before is None:
+            return 0
+        flushes = self._count()
+        if flushes > self._flushes:
+            self._flushes = flushes
+            self._margin = min(_MOST_MARGIN, self._margin + _MORE_MARGIN)
+        return int(self._margin * budget)
+
+    def failures(self) -> int:
+        """How often the allocator had nothing to give, also where a library made do without."""
+        return _failures
+
+    def _count(self) -> int:
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+def _watch_failures() -> None:
+    global _is_watching
+    if not _is_watching:  # for good: PyTorch knows no way back
+        _is_watching = True
+        torch._C._cuda_attach_out_of_memory_observer(_failed)  # type: ignore[attr-defined]
+
+
+def _failed(_device: int, _wanted: int, _total: int, _free: int) -> None:
+    global _failures
+    _failures += 1
+
+
+def _set(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings.strip(","))

@@ -1,0 +1,79 @@
+"""Which recipes can be relied on: those whose bytes were once compared with the original's."""
+
+from typing import Any
+
+from lowtide._errors import OutOfBudget
+from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.recipe import Recipe, Value, find_recipe
+from lowtide._runtime.delta.replay import Replayer
+from lowtide._runtime.delta.room import PUBLISHED, Room
+from lowtide._runtime.delta.verify import same_bytes
+
+VERIFY = ("first", "always", "never")
+_MOST_KINDS = 50_000
+
+
+class Trust:
+    """Compares when a value is saved: then all that its recipe needs is still there."""
+
+    def __init__(self, verify: str, room: Room, costs: Costs, replayer: Replayer) -> None:
+        self._verify = verify
+        self._room = room
+        self._costs = costs
+        self._replayer = replayer
+        self._right: set[Any] = set()
+        self.wrong: set[Any] = set()
+        self._known: set[Any] = set()  # places in a step where nothing new is to be found
+
+    def reliable(self, value: Value) -> Recipe | None:
+        """How to make it again, if that can be relied on."""
+        if value.spoilt or value.call is None or self._room.budget is None:
+            return None
+        recipe = find_recipe(value)
+        if recipe is None or self._verify == "never" or recipe.key in self._right:
+            return recipe
+        return None
+
+    def consider(self, value: Value, number: int) -> None:
+        """The first time something of this kind is saved: does its recipe make just that?"""
+        room = self._room
+        if self._verify == "never" or room.budget is None or room.policy == PUBLISHED:
+            return
+        assert value.call is not None
+        kind = (number, value.call.key)  # steps mostly save the same in the same order
+        if kind in self._known:
+            return
+        recipe = find_recipe(value)
+        if recipe is None or recipe.key in self.wrong:
+            value.spoilt = True
+            return
+        if recipe.key not in self._right:
+            if not room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
+                return
+            room.counts["checked"] += 1
+            try:
+                right = self._is_right(value, recipe)
+            except OutOfBudget:
+                return  # another time
+            if not right:
+                value.spoilt = True
+                self.wrong.add(recipe.key)
+                return
+            self._right.add(recipe.key)
+        if len(self._known) > _MOST_KINDS:
+            self._known.clear()
+        self._known.add(kind)
+
+    def _is_right(self, value: Value, recipe: Recipe) -> bool:
+        storage = value.storage()
+        if storage is None:
+            return False
+        try:
+            with self._room.lock:
+                found = self._replayer.replay(recipe.calls, value, lambda *_: None)
+        except OutOfBudget:
+            raise
+        except RuntimeError:  # an op that cannot be called like that
+            return False
+        count = value.bytes // 8  # a comparison of words makes a byte of each
+        return bool(self._room.run(lambda: same_bytes(found, storage), count, "comparing"))
