@@ -54,6 +54,7 @@ USES_TORCH = (
     | {
         f"_runtime/delta/{name}.py"
         for name in [
+            "cap",
             "cell",
             "costs",
             "driver",

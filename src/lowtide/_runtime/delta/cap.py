@@ -1,5 +1,7 @@
 """The budget as PyTorch's own allocator holds it: in bytes reserved, whatever lowtide counts."""
 
+import os
+
 import torch
 
 _FIRST_MARGIN, _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.01, 0.1  # of the budget
@@ -31,7 +33,7 @@ class Cap:
         total = torch.cuda.get_device_properties(self._device).total_memory
         _watch_failures()
         self._before = torch.cuda.get_per_process_memory_fraction(self._device)
-        self._settings = torch._C._accelerator_getAllocatorSettings()
+        self._settings = _settings()
         _set(f"{self._settings},expandable_segments:True")
         limit = min(self._before, budget / total)
         torch.cuda.set_per_process_memory_fraction(limit, self._device)
@@ -75,5 +77,16 @@ def _failed(_device: int, _wanted: int, _total: int, _free: int) -> None:
     _failures += 1
 
 
+def _settings() -> str:
+    """Of the allocator. Before PyTorch 2.12 it did not tell: those it began with."""
+    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if tell is not None:
+        return str(tell())
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
 def _set(settings: str) -> None:
-    torch._C._accelerator_setAllocatorSettings(settings.strip(","))
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None:  # before PyTorch 2.10
+        change = torch.cuda.memory._set_allocator_settings
+    change(settings.strip(","))

@@ -81,6 +81,8 @@ class Dynamic:
     def start(self, lock: AbstractContextManager[None]) -> None:
         """See ops from now on."""
         self.room.lock = lock
+        if self.ledger.device.type == "cuda":
+            self.room.know_speed()  # measuring takes memory, too
         self._push()
         self.set_budget(self.room.budget)
 

@@ -221,6 +221,10 @@ class Room:
         self.counts["swapped bytes"] += cell.bytes
         return True
 
+    def know_speed(self) -> None:
+        """Of copies, before there is a need."""
+        self._rate()
+
     def _rate(self) -> float:
         if not self._bytes_per_second:
             self._bytes_per_second = self._speed()
