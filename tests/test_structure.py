@@ -58,11 +58,13 @@ USES_TORCH = (
             "cell",
             "costs",
             "driver",
+            "idle",
             "ledger",
             "mode",
             "recipe",
             "record",
             "replay",
+            "results",
             "room",
             "verify",
         ]

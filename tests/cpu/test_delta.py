@@ -1,6 +1,7 @@
 """`lowtide.fit` with a policy that needs no plan, on the CPU: main memory and a file below it."""
 
 import gc
+import io
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from untouched import installed, untouched
 
 import lowtide
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta import room
+from lowtide._runtime.swap.cell import State
 
 STEPS = 4
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
@@ -63,6 +66,12 @@ def check(name: str, share: float, **how: Any) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> None:
     check(name, share)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt", "tree", "partial"])
+def test_so_they_do_with_copies_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "COPIES_AHEAD", ("cpu",))
+    check(name, 0.45)
 
 
 @pytest.mark.parametrize("name", ["resnet", "gpt", "tree", "unet"])
@@ -453,3 +462,61 @@ def test_what_was_dropped_is_back_before_its_sources_change(
     found, dropped = train(5 << 20)
     assert dropped > 0
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def heavy() -> Job:
+    """Weights, gradients and Adam's state take nearly all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(64, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Job(model, [optimizer], step)
+
+
+@pytest.fixture
+def _small_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeting, "_SMALLEST", 1 << 16)
+    monkeypatch.setattr(budgeting, "_PIECE", 1 << 20)
+
+
+@pytest.mark.usefixtures("_small_state")
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.55])
+def test_optimizer_state_goes_when_nothing_else_is_left(share: float) -> None:
+    plainly = run(heavy, 6)
+    budget = int(share * max(plainly.peaks))
+    ours = run(heavy, 6, budget)
+    assert find_difference(ours.result, plainly.result) is None
+    assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)
+
+
+@pytest.mark.usefixtures("_small_state")
+def test_state_that_is_away_is_what_is_stored_and_replaced() -> None:
+    def use(job: Job, budget: int | None) -> list[torch.Tensor]:
+        (optimizer,) = job.optimizers
+        stored = io.BytesIO()
+        with fitted(job, budget) as tide:
+            for _ in range(3):
+                job.step()
+            send_away(tide)
+            torch.save(optimizer.state_dict(), stored)
+            job.step()
+            send_away(tide)
+            optimizer.load_state_dict(torch.load(io.BytesIO(stored.getvalue())))
+            losses = [job.step() for _ in range(3)]
+        return [*losses, *state_of(job)]
+
+    def send_away(tide: Any) -> None:
+        if tide is not None:
+            idle = tide._budgeted._dynamic.idle
+            idle.release(lambda: False, leaving=False)
+            assert {cell.state for cell in idle.optimizers.cells} == {State.AWAY}
+
+    expected = bits_of(use(heavy(), None))
+    assert find_difference(bits_of(use(heavy(), 64 << 20)), expected) is None

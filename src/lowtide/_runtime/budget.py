@@ -28,6 +28,7 @@ from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.swap.driver import Driver, modes_in_words
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.pace import paced
@@ -81,7 +82,14 @@ class Budgeted:
                 raise BadInput(f"policy {policy} needs a budget in bytes or as a share: give one")
             if self._device is None:
                 self._device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-            self._dynamic = Dynamic(self._device, self._bytes, policy, verify, self._speed)
+            self._dynamic = Dynamic(
+                self._device,
+                self._bytes,
+                policy,
+                verify,
+                self._speed,
+                lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
+            )
         if self._dynamic is not None:
             self._saved = Saved(self._tier, self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
         else:
@@ -223,20 +231,22 @@ class Budgeted:
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._watch(optimizer)
-        if self._dynamic is None:
-            with self._saved:
-                self._driver.stepping(optimizer, (*args[1:], *kwargs.values()))
+        driver = self._driver if self._dynamic is None else self._dynamic
+        with self._saved:
+            driver.stepping(optimizer, (*args[1:], *kwargs.values()))
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""
 
         def need(optimizer: Optimizer, _state: object = None) -> None:
-            with self._saved:
-                self._driver.optimizers.need(optimizer)
+            if self._dynamic is None:  # else there may be no room: it shows where it is
+                with self._saved:
+                    self._driver.optimizers.need(optimizer)
 
         def reloaded(_optimizer: Optimizer) -> None:
+            driver = self._driver if self._dynamic is None else self._dynamic.idle
             with self._saved:
-                self._driver.reloaded()
+                driver.reloaded()
 
         for handle in (
             optimizer.register_state_dict_pre_hook(need),
@@ -246,9 +256,9 @@ class Budgeted:
             self._undo.callback(handle.remove)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._dynamic is None:
-            with self._saved:
-                self._driver.stepped(optimizer)
+        stepper = self._driver if self._dynamic is None else self._dynamic.idle
+        with self._saved:
+            stepper.stepped(optimizer)
 
     def _is_short(self) -> bool:
         """Whether so much of what is not taken for good is in use that all that can leave should.

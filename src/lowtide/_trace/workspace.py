@@ -95,7 +95,7 @@ def _scratch(geometry: Geometry) -> torch.Tensor:
     dtype = getattr(torch, geometry.dtype)
     reach = sum((n - 1) * s for n, s in zip(geometry.shape, geometry.strides, strict=True))
     size = 0 if 0 in geometry.shape else reach + 1
-    return torch.zeros(size, dtype=dtype).as_strided(geometry.shape, geometry.strides)
+    return torch.zeros(size, dtype=dtype, device="cpu").as_strided(geometry.shape, geometry.strides)
 
 
 def _spans(events: Sequence[Any]) -> Iterator[tuple[int, int, int]]:

@@ -6,7 +6,8 @@ import torch
 
 _FIRST_MARGIN, _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.01, 0.1  # of the budget
 
-_SMALLEST = 256 << 20  # bytes: a smaller budget is not held by an allocator that takes 20 MiB pages
+_PAGE = 20 << 20  # bytes that the allocator takes at once, beyond its limit if need be
+_SMALLEST = 256 << 20  # ... so that a smaller budget is not held by it
 _failures = 0
 _is_watching = False
 
@@ -35,7 +36,7 @@ class Cap:
         self._before = torch.cuda.get_per_process_memory_fraction(self._device)
         self._settings = _settings()
         _set(f"{self._settings},expandable_segments:True")
-        limit = min(self._before, budget / total)
+        limit = min(self._before, (budget - _PAGE) / total)
         torch.cuda.set_per_process_memory_fraction(limit, self._device)
         torch.cuda.empty_cache()
         self._flushes = self._count()

@@ -27,7 +27,7 @@ _SCRATCH_OF_HALVES = {  # which they convert
     "baddbmm": (1.0, 0.0),
     "add": (0.0, 1.0),
 }
-_SAMPLES = 3  # runs of an op of one shape that are timed
+_SAMPLES = 4  # runs of an op of one shape that are timed
 _LOOKS = 2  # runs of which the allocator of a GPU is asked what they took
 _MOST = 20_000  # shapes remembered
 _UNKNOWN = 20e-6  # seconds, of an op that was never timed
@@ -43,6 +43,7 @@ class Costs:
         self._made: dict[Hashable, int] = {}
         self._scratch: dict[Hashable, int] = {}
         self._seconds: dict[Hashable, list[float]] = {}
+        self._timed: set[Hashable] = set()  # in this step
         self._pending: list[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = []
 
     def expected_bytes(
@@ -101,11 +102,14 @@ class Costs:
             self._looks[key] = self._looks.get(key, 0) + 1
 
     def wants(self, key: Hashable) -> bool:
-        """Whether a run of it should be timed."""
+        """Whether a run of it should be timed: once a step, as a step may be slow all over."""
         known = self._seconds.get(key)
         if known is None:
             known = self._seconds[key] = []
-        return len(known) < _SAMPLES
+        if len(known) >= _SAMPLES or key in self._timed:
+            return False
+        self._timed.add(key)
+        return True
 
     def start(self) -> Any:
         """Before the op."""
@@ -125,7 +129,8 @@ class Costs:
         self._pending.append((key, began, event))
 
     def collect(self) -> None:
-        """Read what the GPU is done with."""
+        """The step is over: read what the GPU is done with."""
+        self._timed.clear()
         while self._pending and self._pending[0][2].query():
             key, began, ended = self._pending.pop(0)
             self._seconds[key].append(began.elapsed_time(ended) / 1e3)

@@ -1,7 +1,6 @@
 """Training under a budget with no plan: every op is seen, and room is made before it runs."""
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -9,30 +8,31 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cap import Cap
-from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
-from lowtide._runtime.delta.recipe import Call, Value
+from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.replay import Replayer, generator_of
+from lowtide._runtime.delta.results import Results
 from lowtide._runtime.delta.room import PUBLISHED, Room, is_out_of_memory
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.tier import Tier
-from lowtide._trace.tensors import has_storage, tensors_in
 
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
 _LOOSE_STEPS = 2  # in a row, until then
 _MORE = 1.02  # times what such a step saved: it is another step
-_WORTH_A_STATE = 16  # times the bytes of the generator's state: smaller results are not remade
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
 
@@ -46,6 +46,7 @@ class Dynamic:
         policy: str,
         verify: str,
         speed: Callable[[], float],
+        idle: Callable[[Keeper], IdleState],
     ) -> None:
         self.digests = verify == "always"
         self.ledger = Ledger(device)
@@ -53,11 +54,13 @@ class Dynamic:
         self._cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self._captor = Captor(self.ledger)
+        self._results = Results(self.ledger, self._costs)
         self.replayer = Replayer(self.ledger, self._costs, self.room.run)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
         self.room.cost_of = self.replayer.cost
         self.room.failures = self._cap.failures
+        self.idle = self.room.idle = idle(self)
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
         self.has_trained = False
@@ -110,11 +113,13 @@ class Dynamic:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
         self._pop()
+        self.idle.leave()
 
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
+        self.idle.optimizers.forget()
         self.room.cells = []
-        self.room.forget_order()
+        self.room.begin_step()
         self._at.clear()
         self.ledger.new_graphs()
 
@@ -128,13 +133,15 @@ class Dynamic:
             self._look()
         self._saves = self._saved_bytes = 0
         self.room.cells = [cell for cell in self.room.cells if cell.handles]
-        self.room.forget_order()
+        self.room.begin_step()
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
         self.ledger.new_graphs()
         if self._mode is not None and self.ledger.device.type == "cuda":
             self.ledger.count_unseen()
         self.ledger.begin_step()
         self._largest = 0
+        if self._mode is not None:
+            self.idle.mark()
 
     def _look(self) -> None:
         """A step that was watched: is that worth its while?"""
@@ -181,8 +188,10 @@ class Dynamic:
         self._saved_bytes += cell.bytes
         if self._mode is None:
             self._guess()
-        elif cell.value is not None and cell.value.call is not None:
+            return
+        if cell.value is not None and cell.value.call is not None:
             self.trust.consider(cell.value, handle.number)
+        self.room.ahead(cell)
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
@@ -206,6 +215,10 @@ class Dynamic:
                 if not self.room.has(other.bytes + self._largest + cell.bytes):
                     return
                 other.fetch()
+
+    def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
+        """An optimizer is about to step."""
+        self.idle.stepping(optimizer, args, self.room.has)
 
     # One op.
 
@@ -267,7 +280,9 @@ class Dynamic:
                 result = self._run(work, what, need, call, failed=True)
         if taken is not None:
             taken = self._costs.taken() - taken
-        self._after(result, written, key, call, taken)
+        made = self._results.put_down(result, written, key, call, taken)
+        if made > self._largest:
+            self._largest = made
         return result
 
     def _work(
@@ -317,52 +332,6 @@ class Dynamic:
 
         return self.room.run(work, need, name, retry=what.retriable, before_retry=before_retry)
 
-    def _after(
-        self,
-        result: Any,
-        written: Sequence[torch.Tensor],
-        key: Hashable | None,
-        call: Call | None,
-        taken: int | None,
-    ) -> None:
-        """Count what was made, and write down how."""
-        made = 0
-        ledger = self.ledger
-        if call is not None and call.random is not None:
-            most = max((tensor.nbytes for tensor in tensors_in(result)), default=0)
-            if most < _WORTH_A_STATE * call.random.nbytes:
-                call = None  # on a CPU that is 5 kB, which stay
-        tensors = (result,) if type(result) is torch.Tensor else tensors_in(result)
-        for place, tensor in enumerate(tensors):
-            if tensor.device != ledger.device or not has_storage(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if not ledger.see(storage):
-                continue
-            made += storage.nbytes()
-            if call is not None:
-                value = Value(storage, call)
-                ledger.values[storage._cdata] = value
-                call.makes.append((place, weakref.ref(value)))
-        if written:
-            self._after_write(written, call)
-        if key is not None:
-            self._costs.saw_bytes(key, made, taken)
-        if made > self._largest:
-            self._largest = made
-
-    def _after_write(self, written: Sequence[torch.Tensor], call: Call | None) -> None:
-        storages = [tensor.untyped_storage() for tensor in written]
-        keys = [storage._cdata for storage in storages]
-        for storage, key in zip(storages, keys, strict=True):
-            place = _place_of(call, key) if call is not None else None
-            if call is None or place is None or keys.count(key) > 1:
-                self.ledger.written(storage, None)
-                continue
-            value = Value(storage, call)
-            self.ledger.written(storage, value)
-            call.writes.append((place, weakref.ref(value)))
-
     def _before_write(self, tensor: torch.Tensor) -> None:
         """What was dropped and depends on these bytes must be had first."""
         value = self.ledger.known(tensor.untyped_storage())
@@ -387,11 +356,3 @@ class Dynamic:
         self.room.counts["remade"] += 1
         with self.room.lock:
             self.replayer.remake(cell)
-
-
-def _place_of(call: Call, key: int) -> int | None:
-    """Which source of the call lies in the storage that it wrote to."""
-    for place, source in enumerate(call.sources):
-        if source.value.key == key:
-            return None if source.ignored else place
-    return None

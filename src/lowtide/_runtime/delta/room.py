@@ -12,13 +12,18 @@ from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.choose import drops, score
 from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Recipe, Value
 from lowtide._runtime.swap.cell import State
 from lowtide._units import format_bytes
 
 _SLACK = 0.01  # of the budget: what is made free beyond what is needed
-_BACK_WAITED = 0.3  # of a copy back: the share that prefetching does not hide
+_BACK_WAITED = 0.5  # of a copy back: the share that prefetching does not hide
+COPIES_AHEAD = ("cuda",)  # where copies cost those who compute nothing
+_IN_USE = 8  # ops after a value was saved: the program is hardly done with it before
+_WAITING = 64  # values that wait for an idle link, at most
+_WORTH = 0.02  # the weight of one value in the mean that says which are worth copying
 _FIRST_PORTION = 1 << 20
 _ORDERED = 64  # ops: as long the order in which values go holds, but for those used since
 _ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
@@ -47,10 +52,14 @@ class Room:
         self.cost_of: Callable[[Value, float], float] = lambda _value, _most: float("inf")
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
+        self.idle: IdleState | None = None  # what goes when nothing else is left
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
         self._releasing = False
+        self._is_short = self._was_short = False  # in this step, in the one before
+        self._waiting: deque[DeltaCell] = deque()  # in the order in which they were saved
+        self._dear = 0.0  # seconds that it costs to make a byte again, in the mean
         self._order: deque[DeltaCell] = deque()  # what goes next
         self._ordered_at = 0
 
@@ -136,18 +145,71 @@ class Room:
 
     def _release(self, count: int) -> int:
         """Let values go until `count` bytes are free; how many are."""
-        began = self._ledger.held
-        self._releasing = True
+        ledger = self._ledger
+        began = ledger.held
+        self._releasing = self._is_short = True
+
+        def enough() -> bool:
+            return began - ledger.held >= count
+
         try:
             with self.lock:
-                for cell in self._in_order():
+                if self.idle is not None:
+                    self.idle.release(enough, leaving=True)
+                for cell in () if enough() else self._in_order():
                     if cell.can_go() and cell.alone():
                         self._let_go(cell)
-                    if began - self._ledger.held >= count:
+                    if enough():
                         break
+                if self.idle is not None:
+                    self.idle.release(enough, leaving=False)
         finally:
             self._releasing = False
         return began - self._ledger.held
+
+    def ahead(self, cell: DeltaCell) -> None:
+        """A value was saved: may some value start to leave before its bytes are needed?
+
+        Where memory is short and the link is idle, those do that are dear to make again. Others
+        can be made from them, and their bytes are had without a wait.
+        """
+        if self.policy != "delta" or self._ledger.device.type not in COPIES_AHEAD:
+            return
+        if not (self._is_short or self._was_short):
+            return
+        if len(self._waiting) == _WAITING:
+            self._waiting.popleft()
+        self._waiting.append(cell)
+        now = self._ledger.now
+        while self._out_free_at <= time.perf_counter() and self._waiting:
+            if now - self._waiting[0].last < _IN_USE:
+                return
+            first = self._waiting.popleft()
+            dear = self._dear_is(first)
+            if dear >= self._dear and first.can_go() and first.alone() and self._start(first):
+                self.counts["ahead"] += 1
+            if dear != float("inf"):
+                self._dear += _WORTH * (dear - self._dear)
+
+    def _dear_is(self, cell: DeltaCell) -> float:
+        value = cell.value
+        if value is None or value.call is None or value.spoilt:
+            return float("inf")
+        return self._costs.seconds(value.call.cost) / cell.bytes
+
+    def _start(self, cell: DeltaCell) -> bool:
+        """Copy it out. False: there was no room below."""
+        if not cell.leave():
+            return False
+        copy = cell.bytes / self._rate()
+        self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
+        return True
+
+    def begin_step(self) -> None:
+        """What was short in the last step will be again."""
+        self._was_short, self._is_short = self._is_short, False
+        self._waiting.clear()
+        self._order.clear()
 
     def _in_order(self) -> Iterator[DeltaCell]:
         """Those that could go, the best to lose first: what is left of the last order, then all."""
@@ -178,14 +240,10 @@ class Room:
         scored.sort()
         return [self.cells[i] for _, i in scored]
 
-    def forget_order(self) -> None:
-        """It refers to cells that may be no more."""
-        self._order.clear()
-
     def _let_go(self, cell: DeltaCell) -> None:
         """Swap it or drop it, as the director says."""
         if cell.state is State.LEAVING:
-            cell.release()
+            self._finish(cell)
             return
         if cell.state is State.COMING:
             cell.send_back()
@@ -211,10 +269,9 @@ class Room:
 
     def _swap(self, cell: DeltaCell) -> bool:
         """False: there was no room below, or the copy failed."""
-        if not cell.leave():
-            return False
-        copy = cell.bytes / self._rate()
-        self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
+        return self._start(cell) and self._finish(cell)
+
+    def _finish(self, cell: DeltaCell) -> bool:
         if not cell.release():
             return False
         self.counts["swapped"] += 1

@@ -33,8 +33,10 @@ class Optimizers:
         event: Callable[[int], None],
         smallest: int,
         piece_bytes: int,
+        make_cell: Callable[[torch.Tensor, Tier, int, int], StateCell] = StateCell,
     ) -> None:
         self._tier = tier
+        self._make_cell = make_cell
         self._event = event
         self._smallest = smallest
         self._piece_bytes = piece_bytes
@@ -44,11 +46,14 @@ class Optimizers:
         self._stepping: set[int] = set()  # those that do so as a whole
         self.cells: list[StateCell] = []
 
-    def step(self, optimizer: Optimizer, args: Sequence[object], *, whole: bool) -> bool:
+    def step(
+        self, optimizer: Optimizer, args: Sequence[object], *, whole: bool, first: bool = False
+    ) -> bool:
         """It is about to step: have its state, or do its step here but for the last piece.
 
-        With `whole` it only looks like a step in pieces. False: its parameters are not those of
-        before, so plans are of no use any more.
+        With `whole` it only looks like a step in pieces; with `first` there may be pieces before
+        there is state. False: its parameters are not those of before, so plans are of no use any
+        more.
         """
         widen(optimizer)
         number = self._number(optimizer)
@@ -57,7 +62,7 @@ class Optimizers:
         same = pieces is None or covers(pieces, optimizer)
         if not same:
             self.leave()
-        if (pieces is None or not same) and optimizer.state:
+        if (pieces is None or not same) and (optimizer.state or first):
             pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
         if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
             self._event(STEPPING + number * MOST_PIECES)
@@ -124,7 +129,7 @@ class Optimizers:
         for tensor, owner, piece in tensors:
             tier = self._tier(tensor.device)
             assert tier is not None
-            self.cells.append(StateCell(tensor, tier, owner, piece))
+            self.cells.append(self._make_cell(tensor, tier, owner, piece))
 
     def admit_again(self) -> bool:
         """State was replaced. False: it is not like that of before."""

@@ -55,7 +55,10 @@ def can_be_parted(optimizer: Optimizer, args: Sequence[object]) -> bool:
 
 
 def pieces_of(optimizer: Optimizer, piece_bytes: int) -> list[Piece]:
-    """Its parameters in portions of about `piece_bytes` of state, in order."""
+    """Its parameters in portions of about `piece_bytes` of state, in order.
+
+    Of one that has none yet it is taken to be as much as Adam's.
+    """
     sizes = [
         [_state_bytes(optimizer, parameter) for parameter in group["params"]]
         for group in optimizer.param_groups
@@ -133,5 +136,7 @@ def step_once(optimizer: Optimizer) -> None:
 
 
 def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
-    state = optimizer.state.get(parameter, {})
+    state = optimizer.state.get(parameter)
+    if not state:
+        return 2 * parameter.nbytes
     return sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor))

@@ -1,7 +1,7 @@
 """Who else refers to a storage: counts of references, compared with those of one nobody shares.
 
 How many references PyTorch itself keeps between a storage and its Python object differs from
-version to version, so it is counted once on a storage made for that.
+version to version, so it is counted once on storages made for that.
 """
 
 import functools
@@ -16,7 +16,7 @@ def is_shared(storage: torch.UntypedStorage, tensors: int) -> bool:
     The caller refers to the object once.
     """
     users, names = _counts(storage)
-    private_users, private_names = _private()
+    private_users, private_names = _private(tensors > 0)
     return users - tensors > private_users or names > private_names
 
 
@@ -26,11 +26,15 @@ def in_shared_memory(storage: torch.UntypedStorage) -> bool:
 
 
 @functools.cache
-def _private() -> tuple[int, int]:
-    tensor = torch.empty(1)
+def _private(has_tensors: bool) -> tuple[int, int]:
+    """Of a storage with and without a tensor on it: PyTorch itself holds the object then."""
+    tensor: torch.Tensor | None = torch.empty(1, device="cpu")
+    assert tensor is not None
     storage = tensor.untyped_storage()
+    if not has_tensors:
+        tensor = None
     users, names = _as_if_asked(storage)
-    return users - 1, names
+    return users - has_tensors, names
 
 
 def _as_if_asked(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -1,0 +1,135 @@
+"""Optimizer state, idle from one step to the next: the last that goes.
+
+Nothing but a copy brings it back, so values that can be made again, or that were saved for this
+backward alone, go before it. A step that could not do without its bytes says that the next ones
+cannot, either: from then on it starts to leave when the optimizer has stepped.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from lowtide._runtime.delta.cell import Keeper
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.optimizers import Optimizers
+from lowtide._runtime.swap.pieces import MOST_PIECES
+from lowtide._runtime.swap.script import STEPPING
+from lowtide._runtime.swap.states import StateCell
+from lowtide._runtime.swap.tier import Tier
+
+_HERE = (State.HERE, State.LEAVING)
+_COMPUTING = 2  # times the parameters: what a step may make on the way
+_ADAM = 2  # ... and what a first step leaves
+_AHEAD = 8  # times a tensor's bytes have to be free for it to come before it is needed
+
+
+class IdleCell(StateCell):
+    """A state tensor whose bytes are counted."""
+
+    __slots__ = ("_keeper",)
+
+    def __init__(
+        self, tensor: torch.Tensor, tier: Tier, owner: int, piece: int, keeper: Keeper
+    ) -> None:
+        super().__init__(tensor, tier, owner, piece)
+        self._keeper = keeper
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._keeper.ledger.away += self.bytes
+
+    def _take_again(self) -> None:
+        self._keeper.with_room(super()._take_again, self.bytes)
+        self._keeper.ledger.see(self.storage)
+        self._keeper.ledger.away -= self.bytes
+
+
+class IdleState:
+    """The state of all optimizers of a loop."""
+
+    def __init__(
+        self,
+        tier: Callable[[torch.device], Tier | None],
+        keeper: Keeper,
+        smallest: int,
+        piece_bytes: int,
+    ) -> None:
+        def make_cell(tensor: torch.Tensor, below: Tier, owner: int, piece: int) -> StateCell:
+            return IdleCell(tensor, below, owner, piece, keeper)
+
+        self.optimizers = Optimizers(tier, self._piece, smallest, piece_bytes, make_cell)
+        self._at: tuple[int, int] | None = None  # the optimizer that steps, and its piece
+        self._has: Callable[[int], bool] = lambda _: False  # whether so much more may be held
+        self._states = 0  # parameters whose state was looked at
+        self._was_needed = False  # in this step
+        self._leaves = False  # at once after every step
+
+    def stepping(
+        self, optimizer: Optimizer, args: Sequence[object], has: Callable[[int], bool]
+    ) -> None:
+        """An optimizer is about to step: as a whole if all is there, and room to compute in."""
+        self._has = has
+        here = all(cell.state in _HERE for cell in self.optimizers.cells)
+        trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        count = trained * (_COMPUTING if optimizer.state else _COMPUTING + _ADAM)
+        self.optimizers.step(optimizer, args, whole=here and has(count), first=not has(count))
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        self.optimizers.stepped(optimizer)
+        self._at = None
+
+    def mark(self) -> None:
+        """The step is over."""
+        self.optimizers.drop_orphans()
+        self._leaves = self._leaves or self._was_needed
+        self._was_needed = False
+        if self._leaves:
+            self._admit()
+            for cell in self._free():
+                if cell.alone():
+                    cell.leave()
+
+    def release(self, enough: Callable[[], bool], *, leaving: bool) -> None:
+        """Let go until there is enough: only what is on its way out anyway, or all that can."""
+        if not leaving:
+            self._admit()
+        for cell in self._free():
+            if enough():
+                return
+            if cell.state is State.LEAVING or (not leaving and cell.alone() and cell.leave()):
+                self._was_needed = cell.release() or self._was_needed
+
+    def reloaded(self) -> None:
+        """An optimizer's state was replaced."""
+        self.leave()
+        self._states = 0
+
+    def leave(self) -> None:
+        """All of it back on the device."""
+        self.optimizers.leave()
+
+    def _admit(self) -> None:
+        """What an optimizer has made since."""
+        states = sum(len(optimizer.state) for optimizer in self.optimizers.all())
+        if states != self._states:
+            self._states = states
+            self.optimizers.admit(self.optimizers.movable())  # those that have a cell are not
+
+    def _free(self) -> Iterable[StateCell]:
+        """What no optimizer is at work on."""
+        for cell in self.optimizers.cells:
+            at_work = (cell.owner, cell.piece) == self._at
+            if cell.state in _HERE and not at_work and self.optimizers.may_move(cell):
+                yield cell
+
+    def _piece(self, code: int) -> None:
+        """A piece of a step begins: what it needs may come, and what the next one needs."""
+        owner, piece = divmod(code - STEPPING, MOST_PIECES)
+        self._at = owner, piece
+        for cell in self.optimizers.cells:
+            if cell.owner != owner:
+                continue
+            if cell.piece == piece or (cell.piece == piece + 1 and self._has(_AHEAD * cell.bytes)):
+                cell.fetch()
