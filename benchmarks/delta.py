@@ -364,7 +364,22 @@ def points(name: str, methods: list[str], ask: Ask, work: dict[str, Any], save: 
                     entry[less] = row
                     show_point(name, method, f"-{float(less):.0%}", row)
                 left = left[len(found) :]
+            for less in REDUCTIONS:
+                if "error" in entry[less] and method == "delta":
+                    entry[less]["reached"] = nearest(name, method, float(less), plain, ask)
         save()
+
+
+def nearest(name: str, method: str, less: float, plain: Row, ask: Ask) -> Row | None:
+    """What it can do where it cannot do that."""
+    for step in (1, 2, 3):
+        nearer = less - 0.05 * step
+        row = ask("points", name, method, [int((1 - nearer) * plain["peak_bytes"])])[0]
+        beside_plain(row, plain)
+        show_point(name, method, f"-{nearer:.0%}", row)
+        if "error" not in row:
+            return row
+    return None
 
 
 def beside_plain(row: Row, plain: Row) -> None:

@@ -31,7 +31,6 @@ from untouched import installed, untouched
 
 import lowtide
 from lowtide._runtime import budget as budgeting
-from lowtide._runtime.delta import room
 from lowtide._runtime.swap.cell import State
 
 STEPS = 4
@@ -66,12 +65,6 @@ def check(name: str, share: float, **how: Any) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> None:
     check(name, share)
-
-
-@pytest.mark.parametrize("name", ["resnet", "gpt", "tree", "partial"])
-def test_so_they_do_with_copies_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "COPIES_AHEAD", ("cpu",))
-    check(name, 0.45)
 
 
 @pytest.mark.parametrize("name", ["resnet", "gpt", "tree", "unet"])

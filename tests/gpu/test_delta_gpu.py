@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
+from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import cap
 from lowtide._runtime.swap import pinned_tier
 from lowtide._runtime.swap.tier import Copy
@@ -48,7 +49,7 @@ def trained(build: Build, budget: int | None, **how: Any) -> tuple[list[Bits], l
 
 @pytest.mark.parametrize(
     ("name", "share"),  # what one cuDNN call of the RNN takes is most of its peak
-    [(name, share) for name in JOBS for share in ((0.9,) if name == "rnn" else (0.7, 0.5))],
+    [(name, share) for name in JOBS for share in ((0.95,) if name == "rnn" else (0.7, 0.5))],
 )
 def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> None:
     trained(JOBS[name], None)  # libraries take their workspaces
@@ -60,46 +61,69 @@ def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> No
     ours, held = trained(JOBS[name], budget)
     if find_difference(plain, again) is None:
         assert find_difference(plain, ours) is None
-    assert max(held) <= budget * 1.01, (held, budget)
+    # What a kernel takes inside is known when it has run once.
+    assert max(held) <= budget * 1.01 + 2 * MIB, (held, budget)
 
 
-def wide(steps: int) -> list[float]:
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def wide(trained: Trained) -> list[float]:
     torch.manual_seed(1)
-    return [train(*_current, batch=16384).item() for _ in range(steps)]
-
-
-_current: tuple[nn.Module, torch.optim.Optimizer]
+    return [train(*trained, batch=16384).item() for _ in range(6)]
 
 
 def plain_and_peak() -> tuple[list[float], int]:
-    global _current
-    _current = make()
+    trained = make()
     torch.cuda.reset_peak_memory_stats()
-    return wide(6), torch.cuda.max_memory_allocated()
+    return wide(trained), torch.cuda.max_memory_allocated()
 
 
 @pytest.mark.parametrize("policy", ["delta", "dtr", "delta-as-published"])
 def test_no_step_reserves_more_than_the_budget(policy: str) -> None:
     """The first included; and PyTorch's allocator is as it was, afterwards."""
-    global _current
     plain, peak = plain_and_peak()
     budget = int(0.5 * peak)
     settings = cap._settings()
-    _current = make()
+    trained = make()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with lowtide.fit(*_current, budget=budget, policy=policy) as tide:
-        assert wide(6) == plain, tide.summary()
+    with lowtide.fit(*trained, budget=budget, policy=policy) as tide:
+        assert wide(trained) == plain, tide.summary()
         assert torch.cuda.max_memory_reserved() <= budget, tide.summary()
     assert torch.cuda.get_per_process_memory_fraction() == 1
     assert cap._settings() in (settings, "expandable_segments:False")
 
 
+def test_optimizer_state_goes_when_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights and gradients in half of what Adam's state takes besides."""
+    monkeypatch.setattr(budgeting, "_PIECE", 32 * MIB)
+
+    def losses(trained: Trained) -> list[float]:
+        torch.manual_seed(1)
+        return [train(*trained, 64, 2048).item() for _ in range(6)]
+
+    trained = make(2048)
+    torch.cuda.reset_peak_memory_stats()
+    plain = losses(trained)
+    budget = int(0.65 * torch.cuda.max_memory_allocated())
+    trained = make(2048)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with lowtide.fit(*trained, budget=budget, policy="delta") as tide:
+        assert losses(trained) == plain, tide.summary()
+        assert torch.cuda.max_memory_reserved() <= budget, tide.summary()
+        assert tide._budgeted is not None
+        assert tide._budgeted._dynamic is not None
+        assert tide._budgeted._dynamic.idle._leaves
+    assert losses(trained)  # all of it is there again
+
+
 @pytest.mark.parametrize("late", ["out", "back", "compute", "all"])
 def test_windows_held_open_change_no_bit(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream held up in turn, with all that goes swapped."""
-    global _current
     plain, peak = plain_and_peak()
     monkeypatch.setattr("lowtide._runtime.delta.room.drops", lambda *_: False)
     copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
@@ -116,11 +140,12 @@ def test_windows_held_open_change_no_bit(late: str, monkeypatch: pytest.MonkeyPa
         return copy(self, way, to, of, count)
 
     monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
-    _current = make()
-    with lowtide.fit(*_current, budget=int(0.6 * peak), policy="delta") as tide:
-        assert wide(6) == plain
-        assert " swapped" in str(tide.summary())
-        assert not str(tide.summary()).count("0 of 0 B swapped")
+    trained = make()
+    with lowtide.fit(*trained, budget=int(0.6 * peak), policy="delta") as tide:
+        assert wide(trained) == plain
+        assert tide._budgeted is not None
+        assert tide._budgeted._dynamic is not None
+        assert tide._budgeted._dynamic.room.counts["swapped"] > 0
 
 
 def test_an_op_that_ran_with_less_than_it_asked_for_is_told() -> None:

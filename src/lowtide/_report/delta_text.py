@@ -23,6 +23,7 @@ class DeltaSummary:
     checked: int
     demoted: int
     out_of_memory: int
+    flushes: int  # of the allocator's cache, because of the budget
     made_do: int  # ops of which a library chose a way with less memory
     ops: int
     driver_seconds: float
@@ -46,6 +47,8 @@ def render_delta(summary: DeltaSummary) -> str:
     ]
     if summary.out_of_memory:
         lines.append(f"{summary.out_of_memory} times out of memory, and on")
+    if summary.flushes:
+        lines.append(f"{summary.flushes} times PyTorch's allocator gave back what it had cached")
     if summary.made_do:
         lines.append(
             f"{summary.made_do} ops had less memory inside than they asked for: a library may have "

@@ -171,6 +171,7 @@ class Budgeted:
             demoted=len(dynamic.trust.wrong),
             out_of_memory=counts["out of memory"],
             made_do=counts["made do"],
+            flushes=dynamic.cap.flushes,
             ops=dynamic.ops,
             driver_seconds=dynamic.own_seconds_per_op(),
         )

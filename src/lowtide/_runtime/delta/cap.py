@@ -26,6 +26,7 @@ class Cap:
         self._settings = ""  # ... and the allocator's settings
         self._margin = _FIRST_MARGIN
         self._flushes = 0
+        self.flushes = 0  # how often the allocator gave back its cache because of the limit
 
     def put(self, budget: int) -> None:
         """Reserve no more than that from now on."""
@@ -54,6 +55,7 @@ class Cap:
             return 0
         flushes = self._count()
         if flushes > self._flushes:
+            self.flushes += flushes - self._flushes
             self._flushes = flushes
             self._margin = min(_MOST_MARGIN, self._margin + _MORE_MARGIN)
         return int(self._margin * budget)

@@ -64,20 +64,25 @@ class Costs:
             known = self._made[key] = _meta_bytes(func, args, kwargs)
             if not self._on_cuda:
                 self._scratch[key] = _scratch_bytes(func, args, known)
-        return known + self._scratch.get(key, 0)
+        return known if self._on_cuda else known + self._scratch.get(key, 0)
 
-    def wish(self, key: Hashable | None, what: str, args: Sequence[Any]) -> int:
-        """Bytes that it may want besides, if it has never run: cuDNN makes do with less.
+    def inside(self, key: Hashable | None, name: str = "", args: Sequence[Any] = ()) -> int:
+        """Bytes that an op on a GPU may want besides, while it runs: at most what it took last.
 
-        But then it computes in another way, and maybe other bits.
+        cuDNN makes do with less, but then it computes in another way, and maybe other bits: so
+        before its first run there is room for much.
         """
-        if not self._on_cuda or key in self._looks or "convolution" not in what:
+        if not self._on_cuda or key is None:
             return 0
-        return _all_bytes(args) + self._made.get(key, 0)
+        known = self._scratch.get(key)
+        if known is None and "convolution" in name:
+            return _all_bytes(args) + self._made.get(key, 0)
+        return known or 0
 
     def known_bytes(self, key: Hashable) -> int:
         """What an op that has run before made."""
-        return self._made.get(key, 0) + self._scratch.get(key, 0)
+        made = self._made.get(key, 0)
+        return made if self._on_cuda else made + self._scratch.get(key, 0)
 
     def looks(self, key: Hashable | None) -> bool:
         """Whether the allocator should be asked before and after it."""

@@ -51,7 +51,7 @@ class Dynamic:
         self.digests = verify == "always"
         self.ledger = Ledger(device)
         self._costs = Costs(device)
-        self._cap = Cap(device)
+        self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self._captor = Captor(self.ledger)
         self._results = Results(self.ledger, self._costs)
@@ -59,7 +59,7 @@ class Dynamic:
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
         self.room.cost_of = self.replayer.cost
-        self.room.failures = self._cap.failures
+        self.room.failures = self.cap.failures
         self.idle = self.room.idle = idle(self)
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
@@ -93,8 +93,8 @@ class Dynamic:
         """Hold that from now on."""
         self.room.budget = budget
         if budget is not None and self._mode is not None:
-            self._cap.put(budget)
-            self.room.margin = self._cap.margin(budget)
+            self.cap.put(budget)
+            self.room.margin = self.cap.margin(budget)
 
     def _push(self) -> None:
         if self._mode is None and is_calm():
@@ -104,7 +104,7 @@ class Dynamic:
 
     def _pop(self) -> None:
         """Nobody sees when an op runs out of memory: PyTorch is not to be held to the budget."""
-        self._cap.lift()
+        self.cap.lift()
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.leave()
@@ -119,7 +119,7 @@ class Dynamic:
         """Refer to nothing of the program's any more."""
         self.idle.optimizers.forget()
         self.room.cells = []
-        self.room.begin_step()
+        self.room.forget_order()
         self._at.clear()
         self.ledger.new_graphs()
 
@@ -133,7 +133,7 @@ class Dynamic:
             self._look()
         self._saves = self._saved_bytes = 0
         self.room.cells = [cell for cell in self.room.cells if cell.handles]
-        self.room.begin_step()
+        self.room.forget_order()
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
         self.ledger.new_graphs()
         if self._mode is not None and self.ledger.device.type == "cuda":
@@ -157,7 +157,7 @@ class Dynamic:
         self._loose_steps = self._loose_steps + 1 if loose else 0
         self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
         if budget is not None:
-            self.room.margin = self._cap.margin(budget)
+            self.room.margin = self.cap.margin(budget)
         if self._loose_steps >= _LOOSE_STEPS and is_calm():
             self._pop()
 
@@ -188,10 +188,8 @@ class Dynamic:
         self._saved_bytes += cell.bytes
         if self._mode is None:
             self._guess()
-            return
-        if cell.value is not None and cell.value.call is not None:
+        elif cell.value is not None and cell.value.call is not None:
             self.trust.consider(cell.value, handle.number)
-        self.room.ahead(cell)
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
@@ -261,13 +259,11 @@ class Dynamic:
             key = shape_key(func, what, args, kwargs)
         need = self._costs.expected_bytes(key, func, args, kwargs) if what.makes else 0
         timed = call is not None and self._costs.wants(key)
-        taken: int | None = None
-        if self._costs.looks(key):
-            self.room.make(need, what.facts.name, wish=self._costs.wish(key, what.facts.name, args))
-            taken = self._costs.taken()
-        if timed or sampled or what.facts.may_be_random or not self.room.enough(need):
+        wish = self._costs.inside(key, what.facts.name, args)
+        taken = self._costs.taken() if self._costs.looks(key) else None
+        if timed or sampled or what.facts.may_be_random or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
-            result = self._run(work, what, need, call)
+            result = self._run(work, what, need, call, wish=wish)
         else:
             failures = self.room.failures()
             try:
@@ -317,12 +313,13 @@ class Dynamic:
         need: int,
         call: Call | None,
         *,
+        wish: int = 0,
         failed: bool = False,
     ) -> Any:
         """With room made for it, and again if that was too little."""
         name = what.facts.name
         if not what.facts.may_be_random:
-            return self.room.run(work, need, name, retry=what.retriable, failed=failed)
+            return self.room.run(work, need, name, wish=wish, retry=what.retriable, failed=failed)
         generator = generator_of(self.ledger.device)
         known_state = None if call is None else call.random
         state = generator.get_state() if known_state is None else known_state

@@ -24,7 +24,7 @@ class Replayer:
         self,
         ledger: Ledger,
         costs: Costs,
-        run: Callable[[Callable[[], Any], int], Any],
+        run: Callable[..., Any],
     ) -> None:
         self._ledger = ledger
         self._costs = costs
@@ -110,9 +110,10 @@ class Replayer:
         pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
         try:
             there = self._hold(calls, pinned)
-            for call in calls:
-                given = self._given(call, mine, there)
-                self._run_call(call, given, uses, mine, pinned, made)
+            with quiet(), torch.no_grad(), torch.inference_mode(False):
+                for call in calls:
+                    given = self._given(call, mine, there)
+                    self._run_call(call, given, uses, mine, pinned, made)
             return mine[id(target)]
         finally:
             for cell in pinned.values():
@@ -186,14 +187,13 @@ class Replayer:
                 assert bytes_there is not None
                 given[at] = self._run(bytes_there.clone, value.bytes)
                 self._ledger.see(_sure(given[at]))
-        with quiet(), torch.no_grad(), torch.inference_mode(False):
-            tensors = [
-                torch.zeros(source.size, dtype=source.dtype, device=call.device)
-                if storage is None
-                else source.seen_on(storage)
-                for source, storage in zip(call.sources, given, strict=True)
-            ]
-            result = self._again(call, tensors)
+        tensors = [
+            torch.zeros(source.size, dtype=source.dtype, device=call.device)
+            if storage is None
+            else source.seen_on(storage)
+            for source, storage in zip(call.sources, given, strict=True)
+        ]
+        result = self._again(call, tensors)
         self.calls += 1
         self.seconds += self._costs.seconds(call.cost)
         for source in call.sources:
@@ -224,13 +224,14 @@ class Replayer:
         args = _filled(call.args, given)
         kwargs = _filled(call.kwargs, given)
         need = self._costs.known_bytes(call.cost)
+        wish = self._costs.inside(call.cost)
 
         def work() -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return call.func(*args, **kwargs)
 
         if call.random is None:
-            return self._run(work, need)
+            return self._run(work, need, wish=wish)
         generator = generator_of(call.device)
         before = generator.get_state()
         try:
@@ -239,7 +240,7 @@ class Replayer:
                 generator.set_state(_sure(call.random))
                 return work()
 
-            return self._run(work_from_state, need)
+            return self._run(work_from_state, need, wish=wish)
         finally:
             generator.set_state(before)
 

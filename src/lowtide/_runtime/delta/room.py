@@ -19,11 +19,8 @@ from lowtide._runtime.swap.cell import State
 from lowtide._units import format_bytes
 
 _SLACK = 0.01  # of the budget: what is made free beyond what is needed
-_BACK_WAITED = 0.5  # of a copy back: the share that prefetching does not hide
-COPIES_AHEAD = ("cuda",)  # where copies cost those who compute nothing
-_IN_USE = 8  # ops after a value was saved: the program is hardly done with it before
-_WAITING = 64  # values that wait for an idle link, at most
-_WORTH = 0.02  # the weight of one value in the mean that says which are worth copying
+_WAITED = 2.0  # copies of a swap that are waited for: short of memory, hardly any is hidden
+_MOST_WISHED = 0.25  # of the budget
 _FIRST_PORTION = 1 << 20
 _ORDERED = 64  # ops: as long the order in which values go holds, but for those used since
 _ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
@@ -57,9 +54,6 @@ class Room:
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
         self._releasing = False
-        self._is_short = self._was_short = False  # in this step, in the one before
-        self._waiting: deque[DeltaCell] = deque()  # in the order in which they were saved
-        self._dear = 0.0  # seconds that it costs to make a byte again, in the mean
         self._order: deque[DeltaCell] = deque()  # what goes next
         self._ordered_at = 0
 
@@ -74,6 +68,7 @@ class Room:
         need: int,
         name: str = "recomputing",
         *,
+        wish: int = 0,
         retry: bool = True,
         before_retry: Callable[[], None] | None = None,
         failed: bool = False,
@@ -87,7 +82,7 @@ class Room:
         if failed:
             self._relieve(portion, need, name)
         elif not published:
-            self.make(need, name)
+            self.make(need, name, wish=wish)
         while True:
             failures = self.failures()
             try:
@@ -128,6 +123,7 @@ class Room:
         if budget is None or self._releasing:
             return
         excess = self._ledger.held + more - (budget - self.margin)
+        wish = min(wish, int(_MOST_WISHED * budget))
         if excess + wish <= 0:
             return
         self._release(excess + wish + int(_SLACK * budget))
@@ -147,7 +143,7 @@ class Room:
         """Let values go until `count` bytes are free; how many are."""
         ledger = self._ledger
         began = ledger.held
-        self._releasing = self._is_short = True
+        self._releasing = True
 
         def enough() -> bool:
             return began - ledger.held >= count
@@ -167,48 +163,8 @@ class Room:
             self._releasing = False
         return began - self._ledger.held
 
-    def ahead(self, cell: DeltaCell) -> None:
-        """A value was saved: may some value start to leave before its bytes are needed?
-
-        Where memory is short and the link is idle, those do that are dear to make again. Others
-        can be made from them, and their bytes are had without a wait.
-        """
-        if self.policy != "delta" or self._ledger.device.type not in COPIES_AHEAD:
-            return
-        if not (self._is_short or self._was_short):
-            return
-        if len(self._waiting) == _WAITING:
-            self._waiting.popleft()
-        self._waiting.append(cell)
-        now = self._ledger.now
-        while self._out_free_at <= time.perf_counter() and self._waiting:
-            if now - self._waiting[0].last < _IN_USE:
-                return
-            first = self._waiting.popleft()
-            dear = self._dear_is(first)
-            if dear >= self._dear and first.can_go() and first.alone() and self._start(first):
-                self.counts["ahead"] += 1
-            if dear != float("inf"):
-                self._dear += _WORTH * (dear - self._dear)
-
-    def _dear_is(self, cell: DeltaCell) -> float:
-        value = cell.value
-        if value is None or value.call is None or value.spoilt:
-            return float("inf")
-        return self._costs.seconds(value.call.cost) / cell.bytes
-
-    def _start(self, cell: DeltaCell) -> bool:
-        """Copy it out. False: there was no room below."""
-        if not cell.leave():
-            return False
-        copy = cell.bytes / self._rate()
-        self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
-        return True
-
-    def begin_step(self) -> None:
-        """What was short in the last step will be again."""
-        self._was_short, self._is_short = self._is_short, False
-        self._waiting.clear()
+    def forget_order(self) -> None:
+        """It refers to cells that may be no more."""
         self._order.clear()
 
     def _in_order(self) -> Iterator[DeltaCell]:
@@ -243,7 +199,7 @@ class Room:
     def _let_go(self, cell: DeltaCell) -> None:
         """Swap it or drop it, as the director says."""
         if cell.state is State.LEAVING:
-            self._finish(cell)
+            cell.release()
             return
         if cell.state is State.COMING:
             cell.send_back()
@@ -265,13 +221,14 @@ class Room:
         if recipe is not None:
             assert cell.value is not None
             recompute = self.cost_of(cell.value, 10 * copy + 1.0)
-        return drops(self.policy, copy, waits + copy + _BACK_WAITED * copy, recompute)
+        return drops(self.policy, copy, waits + _WAITED * copy, recompute)
 
     def _swap(self, cell: DeltaCell) -> bool:
         """False: there was no room below, or the copy failed."""
-        return self._start(cell) and self._finish(cell)
-
-    def _finish(self, cell: DeltaCell) -> bool:
+        if not cell.leave():
+            return False
+        copy = cell.bytes / self._rate()
+        self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
         if not cell.release():
             return False
         self.counts["swapped"] += 1
