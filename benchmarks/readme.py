@@ -94,6 +94,47 @@ def swap_table() -> str:
     return "\n".join(lines)
 
 
+def delta_tables() -> str:
+    """The largest batch under a hard cap; step time at less memory beside what else there is."""
+    results: dict[str, Any] = json.loads((RESULTS / "delta.json").read_text())
+    lines = [
+        "| at most 16 GiB reserved | with | batch | of plain's | images/s |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, methods in results.get("batch", {}).items():
+        plain = methods["plain"].get("largest_batch")
+        for method, entry in methods.items():
+            fitting = [row for row in entry.get("probes", {}).values() if row.get("fits")]
+            for row in sorted(fitting, key=lambda row: row["batch"]):
+                if row["batch"] == plain or row["batch"] == max(r["batch"] for r in fitting):
+                    lines.append(
+                        f"| {name} | {method} | {row['batch']} | ×{row['batch'] / plain:.2f} "
+                        f"| {row['images_per_second']:.0f} |"
+                    )
+    lines += [
+        "",
+        "| work | with | reserved | peak, of plain | step time |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, methods in results.get("points", {}).items():
+        for method, entry in methods.items():
+            rows = entry.values() if "seconds" not in entry and "error" not in entry else [entry]
+            for found in rows:
+                row = found.get("reached") or found
+                if "seconds" in row:
+                    lines.append(
+                        f"| {name} | {method} | {row['reserved_bytes'] / 2**30:.2f} GiB "
+                        f"| {row['peak_ratio'] - 1:+.1%} | ×{row['ratio']:.3f} |"
+                    )
+    costs = [
+        f"{name} ×{max(row['ratio'] for row in rows):.3f}"
+        for name, rows in results.get("overhead", {}).items()
+    ]
+    if costs:
+        lines += ["", f"With a budget above the plain peak: {', '.join(costs)}."]
+    return "\n".join(lines)
+
+
 def pool_table() -> str:
     """Bytes reserved over bytes allocated at the peak, by allocator; and the step time."""
     results: dict[str, Any] = json.loads((RESULTS / "pool.json").read_text())
@@ -164,6 +205,7 @@ def main() -> None:
     parts = {
         "pool": pool_table(),
         "swap": swap_table(),
+        "delta": delta_tables(),
         "demo": demo_output(),
         "tracing": tracing_table(),
         "layout": layout_table(),
