@@ -190,8 +190,30 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Before op `before`, the bytes of a value are given up: it can be made again."""
+
+    before: OpIndex
+    value: ValueId
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Before op `before`, an earlier op runs again; all it makes is there then."""
+
+    before: OpIndex
+    op: OpIndex
+
+
+Remake = Drop | Rerun
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What is done to each step, and what is expected of it."""
+    """What is done to each step, and what is expected of it.
+
+    `remakes` are in the order in which they are done.
+    """
 
     swaps: tuple[Swap, ...]
     peak_bytes: int
@@ -200,3 +222,4 @@ class Plan:
     plain_seconds: float
     policy: str = ""
     machine: str = ""
+    remakes: tuple[Remake, ...] = ()

@@ -14,6 +14,8 @@ from lowtide._trace.file import load_trace
 from lowtide._units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lowtide._ir import Machine, Plan, Trace
     from lowtide._policy.candidates import Reach
 
@@ -24,7 +26,17 @@ _LATENCY_SECONDS = 5e-6  # of a copy on a link of which only the speed is given
 @click.command(name="simulate")
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--budget", help='Bytes ("8GiB") or a share of the plain peak ("0.5", "50%").')
-@click.option("--policy", default="autoswap", show_default=True, type=click.Choice(["autoswap"]))
+@click.option(
+    "--policy", default="autoswap", show_default=True, type=click.Choice(["autoswap", "tide"])
+)
+@click.option("--no-swap", is_flag=True, help="With --policy tide: only recompute.")
+@click.option(
+    "--seconds",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="How long --policy tide may look for a better plan.",
+)
 @click.option(
     "--score",
     default="best",
@@ -55,7 +67,9 @@ _LATENCY_SECONDS = 5e-6  # of a copy on a link of which only the speed is given
 def simulate_command(
     trace: Path,
     budget: str | None,
-    policy: str,  # noqa: ARG001  there is one so far
+    policy: str,
+    no_swap: bool,
+    seconds: float,
     score: str,
     mode: str,
     machine: str,
@@ -80,6 +94,10 @@ def simulate_command(
         raise BadInput("--sweep tries budgets of its own: leave --budget out")
     if not sweep and budget is None and mode == "limit":
         raise BadInput("give a --budget, or --mode free for the lowest peak, or --sweep for all")
+    if policy == "tide" and (not no_swap or sweep or mode != "limit"):
+        raise BadInput("--policy tide only recomputes so far: give --no-swap and a --budget")
+    if no_swap and policy != "tide":
+        raise BadInput(f"--policy {policy} does nothing but swap: leave --no-swap out")
     where = find_machine(machine)
     if link is not None:
         each_way = line(_LATENCY_SECONDS, parse_rate(link))
@@ -95,25 +113,32 @@ def simulate_command(
     if sweep:
         _sweep(step, where, Reach(reach), as_json)
     else:
-        _single(step, where, budget, score, mode, Reach(reach), as_json)
+
+        def plan(limit: int | None) -> "Plan":
+            if policy == "autoswap":
+                return _plan(step, where, limit, score, mode, Reach(reach))
+            from lowtide._policy.tide import tide
+
+            assert limit is not None
+            return tide(step, limit=limit, seconds=seconds)
+
+        _single(step, budget, plan, as_json)
 
 
 def _single(
     step: "Trace",
-    machine: "Machine",
     budget: str | None,
-    score: str,
-    mode: str,
-    reach: "Reach",
+    make_plan: "Callable[[int | None], Plan]",
     as_json: bool,
 ) -> None:
     from lowtide._analyze.load import find_peak, rounded_bytes
+    from lowtide._ir import Rerun
     from lowtide._policy.autoswap import CannotFit
 
     peak = find_peak(step).bytes
     limit = None if budget is None else parse_bytes(budget, peak)
     try:
-        plan = _plan(step, machine, limit, score, mode, reach)
+        plan = make_plan(limit)
     except CannotFit as error:
         share = error.smallest_bytes / peak
         click.echo(
@@ -123,6 +148,7 @@ def _single(
         )
         sys.exit(3)
     swapped = sum(rounded_bytes(step, step.values[swap.value]) for swap in plan.swaps)
+    again = [step.ops[one.op].seconds for one in plan.remakes if isinstance(one, Rerun)]
     if as_json:
         figures = {
             "plain_peak_bytes": plan.plain_peak_bytes,
@@ -131,7 +157,7 @@ def _single(
             "seconds": plan.seconds,
             "overhead": _ratio(plan) - 1,
             "swapped_bytes": swapped,
-            "recomputed_seconds": 0.0,
+            "recomputed_seconds": sum(again),
         }
         click.echo(json.dumps(figures))
         return
@@ -143,10 +169,13 @@ def _single(
         f"step {format_seconds(plan.seconds)} of {format_seconds(plan.plain_seconds)} plain "
         f"({_ratio(plan):.3f}×)"
     )
-    click.echo(
-        f"{len(plan.swaps)} swaps, {format_bytes(swapped)} each way; "
-        f"{plan.policy} on {plan.machine}"
-    )
+    if again:
+        click.echo(f"{len(again)} ops run again, {format_seconds(sum(again))}; {plan.policy}")
+    else:
+        click.echo(
+            f"{len(plan.swaps)} swaps, {format_bytes(swapped)} each way; "
+            f"{plan.policy} on {plan.machine}"
+        )
 
 
 def _sweep(step: "Trace", machine: "Machine", reach: "Reach", as_json: bool) -> None:

@@ -1,0 +1,373 @@
+"""Trace, limit -> which values are dropped and which ops run again, in one pass over the step.
+
+The step is gone through in order. Where the next op would hold too much, values are dropped that
+can be made again: those that are cheap to make, large, and not needed for long. "Dynamic Tensor
+Rematerialization" (Kirisame et al. 2021) does that at run time and has to guess from the past when
+a value is needed again; here the whole step is known. What it costs to drop a value counts those
+around it that are gone: they would have to be made for it, or from it. `Taste` says how much each
+of these matters, and `weights` correct it for single values: a search tries many.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide._analyze.access import producers
+from lowtide._analyze.load import rounded_bytes
+from lowtide._analyze.recompute import obstacles
+from lowtide._errors import LowtideError
+from lowtide._ir import Drop, OpIndex, Remake, Rerun, Trace, ValueId
+
+_MOST_RERUNS = 10  # times the ops of the step: then it does not come to an end
+
+
+class Stuck(LowtideError):
+    """Nothing more can be dropped: so many bytes are needed at once."""
+
+    def __init__(self, op: int, needed_bytes: int) -> None:
+        super().__init__(f"op {op} needs {needed_bytes} bytes at once")
+        self.op = op
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Taste:
+    """The powers of what dropping a value is judged by."""
+
+    cost: float = 1.0
+    size: float = 1.0
+    distance: float = 1.0
+    around: bool = True  # whether what is gone around a value counts
+
+
+class Ground:
+    """All that does not depend on the limit."""
+
+    def __init__(self, trace: Trace) -> None:
+        count = len(trace.values)
+        self.trace = trace
+        self.ops = len(trace.ops)
+        self.size = [
+            rounded_bytes(trace, value) if value.device == trace.device else 0
+            for value in trace.values
+        ]
+        made_by = producers(trace)
+        self.maker = [int(made_by.get(ValueId(i), -1)) for i in range(count)]
+        self.reads = [tuple(dict.fromkeys((*op.reads, *op.updates))) for op in trace.ops]
+        self.uses: list[list[int]] = [[] for _ in range(count)]
+        for i, reads in enumerate(self.reads):
+            for source in reads:
+                self.uses[source].append(i)
+        for i, value in enumerate(trace.values):
+            if value.after:
+                self.uses[i].append(self.ops)
+        self.can = self._recomputable()
+        self.appearing: list[list[int]] = [[] for _ in range(self.ops)]
+        self.overwritten: list[list[int]] = [[] for _ in range(self.ops)]
+        self.ending: list[list[int]] = [[] for _ in range(self.ops)]
+        for i, value in enumerate(trace.values):
+            if value.after:
+                continue
+            if value.end < self.ops and i in self.reads[value.end]:
+                self.overwritten[value.end].append(i)
+            else:
+                self.ending[value.end - 1].append(i)
+        for i, value in enumerate(trace.values):
+            if not value.before and self.maker[i] < 0:
+                self.appearing[value.first].append(i)
+        self.seconds = [trace.ops[maker].seconds if maker >= 0 else 0.0 for maker in self.maker]
+        self.starts = [*accumulate((op.seconds for op in trace.ops), initial=0.0)]
+        near: list[set[int]] = [set() for _ in range(count)]
+        for i, op in enumerate(trace.ops):
+            for made in op.writes:
+                near[made].update(self.reads[i])
+                for source in self.reads[i]:
+                    near[source].add(made)
+        self.near = [  # what is made from it, and what it is made from
+            tuple(other for other in others if self.can[other] and other != i)
+            for i, others in enumerate(near)
+        ]
+
+    def _recomputable(self) -> list[bool]:
+        """Which values can be made again up to their last use, from what is there or can be, too.
+
+        What came from outside the step and is let go within it is not held on to.
+        """
+        values = self.trace.values
+        until = [inf if value.after else float(value.end) for value in values]
+        can = [False] * len(values)
+        lawful = [obstacle is None for obstacle in obstacles(self.trace)]
+        for value in sorted(range(len(values)), key=lambda i: (self.maker[i], i)):
+            if self.maker[value] < 0 or not lawful[value]:
+                continue
+            sources = self.reads[self.maker[value]]
+            reach = min((until[source] for source in sources), default=inf)
+            if reach > max(self.uses[value], default=0):
+                can[value] = self.size[value] > 0
+                until[value] = max(until[value], reach)
+        return can
+
+
+def remake(
+    ground: Ground,
+    limit: int,
+    taste: Taste,
+    weights: npt.NDArray[np.float64] | None = None,
+    most_seconds: float = inf,
+) -> tuple[float, list[Remake]] | None:
+    """The seconds of what runs again, and what is done; None: more than `most_seconds`.
+
+    Raises `Stuck`.
+    """
+    return _Pass(ground, limit, taste, weights, most_seconds).run()
+
+
+class _Enough(Exception):
+    pass
+
+
+class _Pass:
+    def __init__(
+        self,
+        ground: Ground,
+        limit: int,
+        taste: Taste,
+        weights: npt.NDArray[np.float64] | None,
+        most_seconds: float,
+    ) -> None:
+        self._ground = ground
+        self._limit = limit - ground.trace.unseen_bytes
+        self._taste = taste
+        self._most = most_seconds
+        count = len(ground.size)
+        self._there = [value.before for value in ground.trace.values]
+        self._held = sum(
+            size for size, there in zip(ground.size, self._there, strict=True) if there
+        )
+        self._locked = [0] * count
+        self._free = np.zeros(count, dtype=bool)  # there, not locked, and can be made again
+        self._cost = np.array(ground.seconds)
+        static = np.array(ground.size, dtype=np.float64) ** taste.size
+        self._static = 1 / np.maximum(static, 1)
+        if weights is not None:
+            self._static *= weights
+        self._due = np.full(count, np.inf)  # when it is needed next, in plain seconds
+        self._gone = list(range(count))  # a tree over those that are gone together
+        self._gone_seconds = [0.0] * count  # of each such group, at its root
+        self._is_gone = [False] * count
+        self._position = 0
+        self._reruns = self._looks = 0
+        self.seconds = 0.0
+        self.done: list[Remake] = []
+
+    def run(self) -> tuple[float, list[Remake]] | None:
+        ground, there = self._ground, self._there
+        ops = ground.trace.ops
+        for value, is_there in enumerate(there):
+            if is_there:
+                self._arrive(value, -1)
+        try:
+            for i, op in enumerate(ops):
+                self._position = i
+                for value in ground.appearing[i]:
+                    self._take(value)
+                reads = ground.reads[i]
+                for value in reads:
+                    self._have(value)
+                    self._lock(value)
+                leaving = sum(ground.size[value] for value in ground.overwritten[i])
+                making = sum(ground.size[value] for value in op.writes)
+                self._make_room(making + op.workspace_bytes - leaving)
+                for value in reads:
+                    self._unlock(value, i)
+                for value in ground.overwritten[i]:
+                    self._end(value)
+                for value in op.writes:
+                    self._take(value)
+                for value in ground.ending[i]:
+                    self._end(value)
+            self._position = len(ops)
+            for value, kept in enumerate(ground.trace.values):
+                if kept.after:
+                    self._have(value)
+                    self._lock(value)
+        except _Enough:
+            return None
+        return self.seconds, self.done
+
+    # What is there.
+
+    def _take(self, value: int) -> None:
+        self._there[value] = True
+        self._held += self._ground.size[value]
+        self._arrive(value, self._position)
+
+    def _arrive(self, value: int, position: int) -> None:
+        if self._ground.can[value]:
+            self._due[value] = self._next(value, position)
+            self._free[value] = not self._locked[value]
+
+    def _end(self, value: int) -> None:
+        if self._there[value]:
+            self._there[value] = False
+            self._free[value] = False
+            self._held -= self._ground.size[value]
+
+    def _next(self, value: int, position: int) -> float:
+        """When it is needed after `position`: itself, or to make what is gone."""
+        ground = self._ground
+        uses = ground.uses[value]
+        at = bisect_right(uses, position)
+        due = ground.starts[uses[at]] if at < len(uses) else inf
+        if self._taste.around:
+            for other in ground.near[value]:
+                if self._is_gone[other] and ground.maker[other] > ground.maker[value]:
+                    due = min(due, float(self._due[other]))
+        return due
+
+    def _lock(self, value: int) -> None:
+        self._locked[value] += 1
+        self._free[value] = False
+
+    def _unlock(self, value: int, position: int) -> None:
+        self._locked[value] -= 1
+        if not self._locked[value] and self._there[value] and self._ground.can[value]:
+            self._free[value] = True
+            self._due[value] = self._next(value, position)
+
+    # What goes.
+
+    def _make_room(self, count: int) -> None:
+        while self._held + count > self._limit:
+            candidates = np.flatnonzero(self._free)
+            if not len(candidates):
+                needed = self._held + count + self._ground.trace.unseen_bytes
+                raise Stuck(self._position, needed)
+            self._drop(int(candidates[self._scores(candidates).argmin()]))
+
+    def _scores(self, candidates: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        taste = self._taste
+        now = self._ground.starts[self._position]
+        cost = self._cost[candidates]
+        distance = np.maximum(self._due[candidates] - now, 1e-9)
+        if taste.cost != 1.0:
+            cost = cost**taste.cost
+        if taste.distance != 1.0:
+            distance = distance**taste.distance
+        found: npt.NDArray[np.float64] = cost * self._static[candidates] / distance
+        return found
+
+    def _drop(self, value: int) -> None:
+        ground = self._ground
+        self.done.append(Drop(OpIndex(self._position), ValueId(value)))
+        self._there[value] = self._free[value] = False
+        self._held -= ground.size[value]
+        if ground.trace.values[value].end <= self._position and not self._wanted(value):
+            return  # it was there only for another
+        self._is_gone[value] = True
+        self._gone[value] = value
+        self._gone_seconds[value] = ground.seconds[value]
+        for other in ground.near[value]:
+            if self._is_gone[other]:
+                self._join(value, other)
+            elif ground.maker[other] < ground.maker[value] and self._there[other]:
+                self._due[other] = min(self._due[other], self._due[value])
+        self._reckon(value)
+
+    def _wanted(self, value: int) -> bool:
+        uses = self._ground.uses[value]
+        return bool(uses) and uses[-1] >= self._position
+
+    def _join(self, one: int, other: int) -> None:
+        one, other = self._root(one), self._root(other)
+        if one != other:
+            self._gone[other] = one
+            self._gone_seconds[one] += self._gone_seconds[other]
+
+    def _root(self, value: int) -> int:
+        gone = self._gone
+        while gone[value] != value:
+            gone[value] = gone[gone[value]]
+            value = gone[value]
+        return value
+
+    def _reckon(self, value: int) -> None:
+        """What dropping its neighbours would cost now."""
+        if not self._taste.around:
+            return
+        ground = self._ground
+        for other in ground.near[value]:
+            if not self._is_gone[other]:
+                roots = {self._root(near) for near in ground.near[other] if self._is_gone[near]}
+                around = sum(self._gone_seconds[root] for root in roots)
+                self._cost[other] = ground.seconds[other] + max(0.0, around)
+
+    # What comes back.
+
+    def _have(self, value: int) -> None:
+        """Run again what is needed for it."""
+        if self._there[value]:
+            return
+        ground = self._ground
+        stack = [[value, 0]]
+        while stack:
+            self._looks += 1
+            if self._looks > 4 * _MOST_RERUNS * ground.ops:
+                raise _Enough
+            wanted, at = stack[-1]
+            if self._there[wanted]:
+                self._leave(stack)
+                continue
+            sources = ground.reads[ground.maker[wanted]]
+            while at < len(sources) and self._there[sources[at]]:
+                self._lock(sources[at])
+                at += 1
+            stack[-1][1] = at
+            if at < len(sources):
+                stack.append([sources[at], 0])
+                continue
+            self._rerun(wanted)
+            stack.pop()
+            for source in sources:
+                self._unlock(source, self._position - 1)
+            for source in sources:
+                self._leave_if_over(source)
+
+    def _leave(self, stack: list[list[int]]) -> None:
+        wanted, at = stack.pop()
+        for source in self._ground.reads[self._ground.maker[wanted]][:at]:
+            self._unlock(source, self._position - 1)
+
+    def _leave_if_over(self, value: int) -> None:
+        """Nothing of the step needs it any more, and it was made again for another."""
+        over = self._ground.trace.values[value].end <= self._position
+        if over and self._free[value] and not self._wanted(value):
+            self._drop(value)
+
+    def _rerun(self, wanted: int) -> None:
+        ground = self._ground
+        maker = ground.maker[wanted]
+        op = ground.trace.ops[maker]
+        self._make_room(sum(ground.size[value] for value in op.writes) + op.workspace_bytes)
+        self.done.append(Rerun(OpIndex(self._position), OpIndex(maker)))
+        self.seconds += op.seconds
+        self._reruns += 1
+        if self.seconds > self._most or self._reruns > _MOST_RERUNS * ground.ops:
+            raise _Enough
+        for value in op.writes:
+            if self._there[value]:
+                continue
+            self._take(value)
+            if self._is_gone[value]:
+                self._is_gone[value] = False
+                self._gone_seconds[self._root(value)] -= ground.seconds[value]
+                self._reckon(value)
+            self._due[value] = self._next(value, self._position - 1)
+        for value in op.writes:
+            over = ground.trace.values[value].end <= self._position
+            if value != wanted and over and self._free[value] and not self._wanted(value):
+                self._drop(value)

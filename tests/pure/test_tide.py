@@ -1,0 +1,151 @@
+"""Recomputing, planned: the laws, by hand, and random steps against the slow checker."""
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from strategies import traces
+
+from lowtide._analyze.load import find_peak
+from lowtide._ir import Drop, OpIndex, Remake, Rerun, Trace, ValueId
+from lowtide._policy.autoswap import CannotFit
+from lowtide._policy.remake import Ground, Stuck, Taste, remake
+from lowtide._policy.tide import tide
+from lowtide._simulate.remakes import Unlawful, run_remakes
+from lowtide._trace.text import parse
+
+# Two layers forward and back; a is cheap to make again, b is not.
+STEP = """
+have x:10 | input
+cheap x -> a:100 | 1us
+dear a -> b:100 | 9us
+loss b -> l:10 | 1us
+back b l -> gb:10 | 1us
+free b
+free l
+back a gb -> ga:10 | 1us
+free a
+free gb
+"""
+
+
+def drop(before: int, value: int) -> Drop:
+    return Drop(OpIndex(before), ValueId(value))
+
+
+def rerun(before: int, op: int) -> Rerun:
+    return Rerun(OpIndex(before), OpIndex(op))
+
+
+def step() -> Trace:
+    return parse(STEP)
+
+
+def test_a_plain_step_is_what_the_load_says() -> None:
+    found = run_remakes(step(), ())
+    assert (found.peak_bytes, found.peak_op) == (find_peak(step()).bytes, 3)
+    assert found.seconds == pytest.approx(13e-6)
+    assert found.rerun_seconds == 0
+
+
+def test_a_value_dropped_and_made_again() -> None:
+    found = run_remakes(step(), [drop(2, 1), rerun(4, 0)])
+    assert found.peak_bytes == 210  # x, a and b when b is made
+    assert found.seconds == pytest.approx(14e-6)
+    assert found.rerun_seconds == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(
+    ("remakes", "flaw"),
+    [
+        ([drop(2, 1)], "before op 4: op 4 needs value 1, which is gone"),
+        ([drop(2, 1), drop(3, 1)], "before op 3: value 1 is not there"),
+        ([rerun(1, 2)], "before op 1: op 2 has not run yet"),
+        ([drop(2, 1), drop(3, 2), rerun(3, 1)], "before op 3: op 1 again needs value 1"),
+    ],
+)
+def test_laws_that_a_plan_may_break(remakes: list[Remake], flaw: str) -> None:
+    with pytest.raises(Unlawful, match=flaw):
+        run_remakes(step(), remakes)
+
+
+def test_what_outlives_the_step_is_there_at_its_end() -> None:
+    trace = parse("have x:10 | input\nmm x -> y:5 | 1us\nmm x -> z:5 | 1us\nkeep y\nkeep x")
+    with pytest.raises(Unlawful, match="value 1 outlives the step"):
+        run_remakes(trace, [drop(1, 1)])
+    assert run_remakes(trace, [drop(1, 1), rerun(2, 0)]).rerun_seconds == pytest.approx(1e-6)
+
+
+def test_the_cheap_one_goes() -> None:
+    plan = tide(step(), limit=220, seconds=0.1)
+    assert plan.remakes == (drop(3, 1), rerun(4, 0))
+    assert (plan.peak_bytes, plan.plain_peak_bytes) == (220, 230)
+    assert plan.seconds == pytest.approx(14e-6)
+
+
+def test_a_budget_above_the_peak_changes_nothing() -> None:
+    plan = tide(step(), limit=230, seconds=0.1)
+    assert plan.remakes == ()
+    assert plan.seconds == plan.plain_seconds
+
+
+def test_what_cannot_be_met_is_told_with_what_can() -> None:
+    with pytest.raises(CannotFit, match="recomputing cannot go below") as caught:
+        tide(step(), limit=100, seconds=0.1)
+    assert tide(step(), limit=caught.value.smallest_bytes, seconds=0.1).peak_bytes >= 210
+
+
+@st.composite
+def there_and_back(draw: st.DrawFn) -> Trace:
+    """Values made from earlier ones, some in place, and read again later, as in backward."""
+    lines = ["have x:10 | input"]
+    names = ["x"]
+    fixed = {"x"}  # came from outside
+    reads: list[list[str]] = []
+    makes: list[str] = []
+    for i in range(draw(st.integers(3, 14))):
+        sources = draw(st.lists(st.sampled_from(names[-4:]), unique=True, min_size=1, max_size=2))
+        made = [f"v{i}_{k}" for k in range(draw(st.integers(1, 2)))]
+        results = [f"{name}:{draw(st.integers(1, 60))}" for name in made]
+        changed = draw(st.integers(0, 5)) == 0 and sources[0] not in fixed
+        reads.append(sources)
+        makes.append(" ".join([*results, *([sources[0]] if changed else [])]))
+        names += made
+    for _ in range(draw(st.integers(3, 14))):
+        reads.append(draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=3)))
+        makes.append(f"g{len(reads)}:{draw(st.integers(1, 20))}")
+    last = {name: i for i, sources in enumerate(reads) for name in sources}
+    for i, (sources, made_now) in enumerate(zip(reads, makes, strict=True)):
+        lines.append(f"op{i} {' '.join(sources)} -> {made_now} | {draw(st.integers(1, 9))}us")
+        unread = [n.split(":")[0] for n in made_now.split() if n.split(":")[0] not in last]
+        lines += [f"free {name}" for name, at in last.items() if at == i and name != "x"]
+        lines += [f"free {name}" for name in unread]
+    return parse("\n".join(lines))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=400)
+@given(
+    trace=st.one_of(there_and_back(), there_and_back(), traces(max_ops=16)),
+    share=st.floats(0.6, 1),
+    taste=st.builds(
+        Taste,
+        st.sampled_from([0.5, 1.0, 2.0]),
+        st.sampled_from([0.5, 1.0]),
+        st.sampled_from([0.5, 1.0, 2.0]),
+        st.booleans(),
+    ),
+)
+def test_plans_are_lawful_and_within_the_limit(trace: Trace, share: float, taste: Taste) -> None:
+    limit = int(share * find_peak(trace).bytes)
+    try:
+        found = remake(Ground(trace), limit, taste)
+    except Stuck:
+        event("stuck")
+        return
+    if found is None:
+        event("without end")
+        return
+    seconds, remakes = found
+    event(f"{min(5, sum(isinstance(one, Rerun) for one in remakes))} reruns")
+    result = run_remakes(trace, remakes)
+    assert result.peak_bytes <= limit
+    assert result.rerun_seconds == pytest.approx(seconds)
