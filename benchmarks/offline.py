@@ -51,6 +51,8 @@ def main() -> None:
         for (name, share), answer in asked.items():
             row = answer.result()
             row["dtr"] = DTR[name][SHARES.index(share)]
+            if "error" not in row:
+                row["bound"] = bound(f"{folder}/{name}.trace", share)
             results["traces"].setdefault(name, {})[str(share)] = row
             show(name, share, row)
             if options.out:
@@ -72,10 +74,21 @@ def plan(trace: str, share: float, seconds: float) -> dict[str, Any]:
     return found
 
 
+def bound(trace: str, share: float) -> float:
+    """The overhead that no plan that recomputes can do without."""
+    from lowtide._analyze.load import find_peak
+    from lowtide._policy.bound import least_recompute_seconds
+    from lowtide._trace.file import load_trace
+
+    step = load_trace(Path(trace))
+    least = least_recompute_seconds(step, int(share * find_peak(step).bytes))
+    return least / sum(op.seconds for op in step.ops)
+
+
 def show(name: str, share: float, row: dict[str, Any]) -> None:
     """One line."""
     dtr = f"{row['dtr']:.3f}" if row["dtr"] else "does not fit"
-    ours = row["error"] if "error" in row else f"{1 + row['overhead']:.4f}"
+    ours = row.get("error") or f"{1 + row['overhead']:.4f}, no less than {1 + row['bound']:.4f}"
     print(f"{name:16} {share:.1f} of the peak: {ours}  (DTR {dtr})", flush=True)
 
 

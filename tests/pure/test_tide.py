@@ -8,6 +8,7 @@ from strategies import traces
 from lowtide._analyze.load import find_peak
 from lowtide._ir import Drop, OpIndex, Remake, Rerun, Trace, ValueId
 from lowtide._policy.autoswap import CannotFit
+from lowtide._policy.bound import least_recompute_seconds
 from lowtide._policy.remake import Ground, Stuck, Taste, remake
 from lowtide._policy.tide import tide
 from lowtide._simulate.remakes import Unlawful, run_remakes
@@ -94,6 +95,13 @@ def test_what_cannot_be_met_is_told_with_what_can() -> None:
     assert tide(step(), limit=caught.value.smallest_bytes, seconds=0.1).peak_bytes >= 210
 
 
+def test_a_bound_is_what_has_to_run_again_at_least() -> None:
+    assert least_recompute_seconds(step(), 230) == 0
+    # Ten bytes too much at one op: a tenth of a, or of b.
+    assert least_recompute_seconds(step(), 220) == pytest.approx(0.1e-6)
+    assert least_recompute_seconds(step(), 5) == float("inf")
+
+
 @st.composite
 def there_and_back(draw: st.DrawFn) -> Trace:
     """Values made from earlier ones, some in place, and read again later, as in backward."""
@@ -148,4 +156,5 @@ def test_plans_are_lawful_and_within_the_limit(trace: Trace, share: float, taste
     event(f"{min(5, sum(isinstance(one, Rerun) for one in remakes))} reruns")
     result = run_remakes(trace, remakes)
     assert result.peak_bytes <= limit
+    assert least_recompute_seconds(trace, limit) <= seconds + 1e-9
     assert result.rerun_seconds == pytest.approx(seconds)

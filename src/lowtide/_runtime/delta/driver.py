@@ -60,6 +60,7 @@ class Dynamic:
         self.room.recipe_of = self.trust.reliable
         self.room.cost_of = self.replayer.cost
         self.room.failures = self.cap.failures
+        self.room.defragment = self.cap.by_page
         self.idle = self.room.idle = idle(self)
         self._mode: SeeingMode | None = None
         self._loose_steps = 0

@@ -50,6 +50,7 @@ class Room:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
         self.idle: IdleState | None = None  # what goes when nothing else is left
+        self.defragment: Callable[[], bool] = lambda: False  # of the allocator, once
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
@@ -108,7 +109,7 @@ class Room:
     def _relieve(self, count: int, need: int, name: str) -> None:
         """The device is full, whatever the ledger says; PyTorch's own cache is gone already."""
         self.counts["out of memory"] += 1
-        if not self._release(count):
+        if not self._release(count, block=need) and not self.defragment():
             raise OutOfBudget(
                 f"{name} ran out of memory: it makes {format_bytes(need)}, "
                 f"{format_bytes(self._ledger.held)} are held and nothing more can leave"
@@ -139,8 +140,12 @@ class Room:
         """Whether so much more is within the budget as things are."""
         return self.budget is None or self._ledger.held + count <= self.budget - self.margin
 
-    def _release(self, count: int) -> int:
-        """Let values go until `count` bytes are free; how many are."""
+    def _release(self, count: int, block: int = 0) -> int:
+        """Let values go until `count` bytes are free, and one that held `block`; how many are.
+
+        The allocator has run out though bytes are free: they do not lie side by side. Those of one
+        value do.
+        """
         ledger = self._ledger
         began = ledger.held
         self._releasing = True
@@ -152,6 +157,8 @@ class Room:
             with self.lock:
                 if self.idle is not None:
                     self.idle.release(enough, leaving=True)
+                if block:
+                    self._release_one(block)
                 for cell in () if enough() else self._in_order():
                     if cell.can_go() and cell.alone():
                         self._let_go(cell)
@@ -167,6 +174,15 @@ class Room:
         """It refers to cells that may be no more."""
         self._order.clear()
 
+    def _release_one(self, block: int) -> None:
+        """The best to lose of those that are as large."""
+        before = self._ledger.held
+        for cell in self._by_score(block):
+            if cell.alone():
+                self._let_go(cell)
+                if self._ledger.held < before:
+                    return
+
     def _in_order(self) -> Iterator[DeltaCell]:
         """Those that could go, the best to lose first: what is left of the last order, then all."""
         now, at = self._ledger.now, self._ordered_at
@@ -180,11 +196,11 @@ class Room:
         while self._order:
             yield self._order.popleft()
 
-    def _by_score(self) -> list[DeltaCell]:
+    def _by_score(self, least: int = 0) -> list[DeltaCell]:
         now, policy, costs = self._ledger.now, self.policy, self._costs
         scored = []
         for i, cell in enumerate(self.cells):
-            if not cell.can_go():
+            if cell.bytes < least or not cell.can_go():
                 continue
             value = cell.value
             recompute = None
