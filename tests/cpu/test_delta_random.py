@@ -1,8 +1,10 @@
 """Random small programs, plainly and under budgets between the least they need and their peak."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowtide._errors import OutOfBudget
+from lowtide._runtime.delta import room
 
 STEPS = 3
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
@@ -242,6 +245,22 @@ _with = settings(
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_within_the_budget(program: str, share: float) -> None:
     check(program, share, policy="delta")
+
+
+@settings(_with, max_examples=100)
+@given(program=programs, share=st.floats(0.1, 1), seed=st.integers(0, 1000))
+def test_so_they_do_whatever_the_director_says(program: str, share: float, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def drops(
+        _policy: str, _copy: float, swap: float | None, recompute: float | None
+    ) -> bool | None:
+        if swap is None or recompute is None:
+            return None if swap is recompute else recompute is not None
+        return draw.random() < 0.5
+
+    with patch.object(room, "drops", drops):
+        check(program, share, policy="delta")
 
 
 @settings(_with, max_examples=60)

@@ -69,11 +69,15 @@ class DeltaCell(Cell):
         """Whether its bytes could be had now."""
         return (
             self.state in (State.HERE, State.LEAVING, State.COMING)
-            and self.handles > 0
+            and self.wanted()
             and not self.asked
             and not self.pinned
             and self.storage.nbytes() == self.bytes
         )
+
+    def wanted(self) -> bool:
+        """Whether it was saved for somebody, or somebody's value is to be made from it."""
+        return self.handles > 0 or (self.value is not None and self.value.kept is self)
 
     def send_back(self) -> None:
         """It came too early: its copy below is still good."""
@@ -140,19 +144,18 @@ class DeltaCell(Cell):
             return like.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def drop(self) -> None:
-        """Nobody wants it any more; but others may be made from it."""
+        """Nobody wants it any more; but as long as others are to be made from it, it stays.
+
+        It may still leave and be dropped meanwhile, as if somebody wanted it.
+        """
         if self.state is State.GONE:
             return
         value = self.value
         if value is not None and (value.dependents or self.pinned):
-            if self.state is State.DROPPED:
-                for source in self.sources:
-                    source.dependents |= value.dependents
-                for dependent in value.dependents:
-                    dependent.sources += self.sources
-            else:
-                self.bring()
-                value.held = self.storage
+            value.kept = self
+            return
+        if value is not None and value.kept is self:
+            value.kept = None
         if self.state in (State.AWAY, State.DROPPED):
             self._keeper.ledger.away -= self.bytes
         self._release_sources()

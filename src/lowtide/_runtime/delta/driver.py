@@ -133,7 +133,7 @@ class Dynamic:
         else:
             self._look()
         self._saves = self._saved_bytes = 0
-        self.room.cells = [cell for cell in self.room.cells if cell.handles]
+        self.room.cells = [cell for cell in self.room.cells if cell.wanted()]
         self.room.forget_order()
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
         self.ledger.new_graphs()

@@ -57,6 +57,7 @@ class Value:
         "cell",
         "dependents",
         "held",
+        "kept",
         "key",
         "spoilt",
         "storage",
@@ -68,6 +69,7 @@ class Value:
         self.call = call
         self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
         self.held: torch.UntypedStorage | None = None  # for those that were dropped, if need be
+        self.kept: Any | None = None  # its cell, when only those that were dropped need it
         self.cell: weakref.ref[Any] | None = None  # if it was saved for backward
         self.dependents: set[Any] = set()  # dropped cells of which it is a source
         self.spoilt = False  # written to since, or found not to be what its recipe makes
@@ -76,6 +78,8 @@ class Value:
         """Hold its bytes no longer, if that was for others who do not need them any more."""
         if not self.dependents:
             self.held = None
+            if self.kept is not None:
+                self.kept.drop()
 
     def is_given(self) -> bool:
         """Whether no op that was seen made it, and it is still there."""

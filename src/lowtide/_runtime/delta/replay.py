@@ -118,7 +118,7 @@ class Replayer:
         finally:
             for cell in pinned.values():
                 cell.pinned -= 1
-                if cell.state is State.GONE and cell.value is not None:
+                if cell.value is not None:
                     cell.value.let_go()
 
     def _hold(
