@@ -10,5 +10,6 @@ Rules, in the order in which they were written down:
 3. A recipe is relied on only after the bytes it makes were once compared with the original's.
 4. Room is made before an op runs, for what it is going to make; what is still too much for the
    device is caught at the op, and the op is run again when there is room.
-5. Nothing refers to anything in a circle: what the program lets go is gone at once.
+5. Nothing refers to anything in a circle: what the program lets go is gone at once. (But for a
+   value that is only there for others to be made from it, and its cell: undone when they are.)
 """
