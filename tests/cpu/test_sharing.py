@@ -1,8 +1,11 @@
 """Whether somebody else refers to a storage."""
 
-import torch
+from typing import Any
 
-from lowtide._runtime.swap.sharing import is_shared
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide._runtime.swap.sharing import _private, is_shared
 
 
 class Holder:
@@ -37,3 +40,23 @@ def test_a_second_name_shows_where_no_tensor_is_left() -> None:
     assert holder.is_shared(0)
     del name
     assert not holder.is_shared(0)
+
+
+class Counting(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        self.seen += 1
+        result: torch.Tensor = func(*args, **(kwargs or {}))
+        return result
+
+
+def test_nobody_sees_how_it_is_found_out() -> None:
+    holder = Holder(torch.ones(8).untyped_storage())
+    _private.cache_clear()
+    with Counting() as counting:  # type: ignore[no-untyped-call]
+        holder.is_shared(0)
+        holder.is_shared(1)
+    assert counting.seen == 0

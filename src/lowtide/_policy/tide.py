@@ -36,6 +36,8 @@ _TASTES = tuple(
 )
 _FEW = (Taste(), Taste(distance=0.5), Taste(around=False), Taste(0.5, 0.75, 0.25), Taste(1.5, 0.5))
 
+_FACTORS = (0.05, 0.25, 0.5, 1.5, 4.0, 20.0)
+
 Weights = npt.NDArray[np.float64]
 
 
@@ -110,6 +112,8 @@ class _Search:
             name = ground.trace.ops[ground.maker[value]].name
             alike[name, ground.size[value]].append(value)
         groups = [group for group in alike.values() if len(group) > 1]
+        for value in dict.fromkeys(self._made_again()):
+            yield _Change([value], 20.0)  # could another go instead?
         while True:
             kind = draw.random()
             if kind < 0.25 and groups:
@@ -126,7 +130,7 @@ class _Search:
                 made = self._made_again()
                 pool = made if made and draw.random() < 0.6 else able
                 some = [draw.choice(pool) for _ in range(draw.choice((1, 1, 2, 3, 5, 8)))]
-                yield _Change(some, draw.choice((0.05, 0.25, 0.5, 2.0, 5.0, 20.0)))
+                yield _Change(some, [draw.choice(_FACTORS) for _ in some])
 
     def _made_again(self) -> list[int]:
         ground = self.ground
@@ -142,7 +146,7 @@ class _Search:
 @dataclass(frozen=True, slots=True)
 class _Change:
     values: list[int]
-    factor: float
+    factor: float | list[float]
 
     def __call__(self, weights: Weights) -> None:
         weights[self.values] *= self.factor

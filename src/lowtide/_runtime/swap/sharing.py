@@ -9,6 +9,8 @@ import sys
 
 import torch
 
+from lowtide._runtime.swap.quiet import quiet
+
 
 def is_shared(storage: torch.UntypedStorage, tensors: int) -> bool:
     """Whether more than `tensors` tensors lie on it, or others know its Python object.
@@ -28,7 +30,8 @@ def in_shared_memory(storage: torch.UntypedStorage) -> bool:
 @functools.cache
 def _private(has_tensors: bool) -> tuple[int, int]:
     """Of a storage with and without a tensor on it: PyTorch itself holds the object then."""
-    tensor: torch.Tensor | None = torch.empty(1, device="cpu")
+    with quiet():
+        tensor: torch.Tensor | None = torch.empty(1, device="cpu")
     assert tensor is not None
     storage = tensor.untyped_storage()
     if not has_tensors:
