@@ -39,6 +39,8 @@ class Costs:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._index = device.index or 0
+        if self._on_cuda and device.index is None:
+            self._index = torch.cuda.current_device()
         self._looks: dict[Hashable, int] = {}
         self._made: dict[Hashable, int] = {}
         self._scratch: dict[Hashable, int] = {}
@@ -138,7 +140,7 @@ class Costs:
         self._timed.clear()
         while self._pending and self._pending[0][2].query():
             key, began, ended = self._pending.pop(0)
-            self._seconds[key].append(began.elapsed_time(ended) / 1e3)
+            self._seconds.setdefault(key, []).append(began.elapsed_time(ended) / 1e3)
         if len(self._seconds) > _MOST:
             self._seconds.clear()
 
