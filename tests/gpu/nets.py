@@ -1,10 +1,17 @@
-"""A small net to train in the pool."""
+"""A small net to train, and streams that are held up meanwhile."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowtide._runtime.swap import pinned_tier
+from lowtide._runtime.swap.tier import Copy
+
 MIB = 1 << 20
+_LONG = 20_000_000  # cycles: longer than any copy here
 
 
 class Net(nn.Module):
@@ -39,3 +46,21 @@ def train(
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def hold_open(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every copy hold up the stream that copies "out" or "back", both, or what computes."""
+    copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
+
+    def slow(
+        self: pinned_tier.PinnedTier, way: pinned_tier._Way, to: int, of: int, count: int
+    ) -> Copy:
+        if late in ("compute", "all"):
+            torch.cuda._sleep(_LONG)
+        name = "out" if way is self._out else "back"
+        if late in (name, "copies", "all"):
+            with torch.cuda.stream(way._stream):
+                torch.cuda._sleep(_LONG)
+        return copy(self, way, to, of, count)
+
+    monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)

@@ -1,12 +1,12 @@
 """The driver that needs no plan, on a GPU: bits, streams, and what the device really reserves."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from nets import MIB, make, train
+from nets import MIB, hold_open, make, train
 from tight import JOBS, Bits, Build, find_difference, fitted, state_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,11 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import cap
-from lowtide._runtime.swap import pinned_tier
-from lowtide._runtime.swap.tier import Copy
 
 STEPS = 4
-_LONG = 20_000_000  # cycles: longer than any copy here
 
 
 @pytest.fixture(autouse=True)
@@ -126,20 +123,7 @@ def test_windows_held_open_change_no_bit(late: str, monkeypatch: pytest.MonkeyPa
     """Each stream held up in turn, with all that goes swapped."""
     plain, peak = plain_and_peak()
     monkeypatch.setattr("lowtide._runtime.delta.room.drops", lambda *_: False)
-    copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
-
-    def slow(
-        self: pinned_tier.PinnedTier, way: pinned_tier._Way, to: int, of: int, count: int
-    ) -> Copy:
-        if late in ("compute", "all"):
-            torch.cuda._sleep(_LONG)
-        name = "out" if way is self._out else "back"
-        if late in (name, "all"):
-            with torch.cuda.stream(way._stream):
-                torch.cuda._sleep(_LONG)
-        return copy(self, way, to, of, count)
-
-    monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
+    hold_open(late, monkeypatch)
     trained = make()
     with lowtide.fit(*trained, budget=int(0.6 * peak), policy="delta") as tide:
         assert wide(trained) == plain

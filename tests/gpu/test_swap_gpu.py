@@ -1,21 +1,15 @@
 """Swapping between a GPU and pinned memory: streams, peaks, pinned bytes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from moving import everything
-from nets import MIB, make, train
+from nets import MIB, hold_open, make, train
 from torch import nn
 
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.fit import Tide
-from lowtide._runtime.swap import pinned_tier
 from lowtide._runtime.swap.driver import Mode
-from lowtide._runtime.swap.tier import Copy
-
-_LONG = 20_000_000  # cycles: longer than any copy here
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +39,7 @@ def test_windows_held_open_change_no_bit(
     weights = [p.detach().clone() for p in model.parameters()]
     model, optimizer = make()
     monkeypatch.setattr(budgeting, "autoswap", everything)
-    copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
-
-    def slow(
-        self: pinned_tier.PinnedTier, way: pinned_tier._Way, to: int, of: int, count: int
-    ) -> Copy:
-        if late in ("compute", "all"):
-            torch.cuda._sleep(_LONG)
-        name = "out" if way is self._out else "back"
-        if late in (name, "all"):
-            with torch.cuda.stream(way._stream):
-                torch.cuda._sleep(_LONG)
-        return copy(self, way, to, of, count)
-
-    monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
+    hold_open(late, monkeypatch)
     with lowtide.fit(model, optimizer, budget=0.3, pool=pool) as tide:
         found = losses(model, optimizer, 12)
     assert len(plan_of(tide).swaps) > 20
@@ -94,14 +75,6 @@ def test_state_that_is_away_is_on_the_device_for_who_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Read by a kernel after a copy that takes long: in the order of streams, and not before."""
-    copy: Callable[..., Copy] = pinned_tier.PinnedTier._copy
-
-    def slow(
-        self: pinned_tier.PinnedTier, way: pinned_tier._Way, to: int, of: int, count: int
-    ) -> Copy:
-        with torch.cuda.stream(way._stream):
-            torch.cuda._sleep(_LONG)
-        return copy(self, way, to, of, count)
 
     def looked(fitted: bool) -> list[torch.Tensor]:
         model, optimizer = make()
@@ -129,7 +102,7 @@ def test_state_that_is_away_is_on_the_device_for_who_looks(
 
     plain = looked(fitted=False)
     monkeypatch.setattr(budgeting, "autoswap", everything)
-    monkeypatch.setattr(pinned_tier.PinnedTier, "_copy", slow)
+    hold_open("copies", monkeypatch)
     ours = looked(fitted=True)
     assert len(ours) == len(plain)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
