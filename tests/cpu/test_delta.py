@@ -513,3 +513,27 @@ def test_state_that_is_away_is_what_is_stored_and_replaced() -> None:
 
     expected = bits_of(use(heavy(), None))
     assert find_difference(bits_of(use(heavy(), 64 << 20)), expected) is None
+
+
+@pytest.mark.usefixtures("_small_state")
+@pytest.mark.parametrize("build", [*(JOBS[n] for n in ("mlp", "gan", "partial", "gpt")), heavy])
+def test_nothing_is_left_in_a_circle(build: Callable[[], Job]) -> None:
+    """What a run leaves behind is gone with the job, without a collection."""
+    budget = int(0.6 * max(run(build, 3).peaks))
+
+    def held() -> int:
+        kinds = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+        return sum(tensor.untyped_storage().nbytes() for tensor in kinds)
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        job = build()
+        with fitted(job, budget):
+            for _ in range(3):
+                job.step()
+        del job
+        assert held() == before
+    finally:
+        gc.enable()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from untouched import installed, untouched
 
 from lowtide._errors import OutOfBudget
-from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.record import known
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.fit import Tide
@@ -180,10 +178,8 @@ def stop_at(name: str, number: int, make: Callable[[], BaseException]) -> list[B
         before = installed()
         choose: Choose = lambda at, _func: make() if at == number else None  # noqa: E731
         try:
-            # In pieces an optimizer's step would be other ops.
-            with patch.object(budgeting, "_PIECE", 1 << 40), holding_nothing():  # noqa: SIM117
-                with Failing(choose), fitted(job, under):
-                    train(job)
+            with holding_nothing(), Failing(choose), fitted(job, under):
+                train(job)
         except Exception as error:  # noqa: BLE001 - whatever it is
             errors.append(error.with_traceback(None))
         gc.collect()

@@ -61,7 +61,9 @@ class Dynamic:
         self.room.cost_of = self.replayer.cost
         self.room.failures = self.cap.failures
         self.room.defragment = self.cap.by_page
-        self.idle = self.room.idle = idle(self)
+        self.idle = idle(self)
+        if policy == "delta":  # the others are as they were published
+            self.room.idle = self.idle
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
         self.has_trained = False
@@ -328,7 +330,9 @@ class Dynamic:
         def before_retry() -> None:
             generator.set_state(state)
 
-        return self.room.run(work, need, name, retry=what.retriable, before_retry=before_retry)
+        return self.room.run(
+            work, need, name, wish=wish, retry=what.retriable, before_retry=before_retry
+        )
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         """What was dropped and depends on these bytes must be had first."""

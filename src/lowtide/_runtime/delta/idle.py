@@ -19,6 +19,7 @@ from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
 
 _HERE = (State.HERE, State.LEAVING)
+_AWAY = (State.AWAY, State.COMING)
 _COMPUTING = 2  # times the parameters: what a step may make on the way
 _ADAM = 2  # ... and what a first step leaves
 _AHEAD = 8  # times a tensor's bytes have to be free for it to come before it is needed
@@ -70,7 +71,7 @@ class IdleState:
     ) -> None:
         """An optimizer is about to step: as a whole if all is there, and room to compute in."""
         self._has = has
-        here = all(cell.state in _HERE for cell in self.optimizers.cells)
+        here = not any(cell.state in _AWAY for cell in self.optimizers.cells)
         trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
         count = trained * (_COMPUTING if optimizer.state else _COMPUTING + _ADAM)
         self.optimizers.step(optimizer, args, whole=here and has(count), first=not has(count))
@@ -91,19 +92,26 @@ class IdleState:
                 if cell.alone():
                     cell.leave()
 
-    def release(self, enough: Callable[[], bool], *, leaving: bool) -> None:
-        """Let go until there is enough: only what is on its way out anyway, or all that can."""
+    def release(self, enough: Callable[[], bool], *, leaving: bool) -> list[int]:
+        """Let go until there is enough: only what is on its way out anyway, or all that can.
+
+        Gives the bytes of each.
+        """
         if not leaving:
             self._admit()
+        released = []
         for cell in self._free():
             if enough():
-                return
-            if cell.state is State.LEAVING or (not leaving and cell.alone() and cell.leave()):
-                self._was_needed = cell.release() or self._was_needed
+                break
+            starts = cell.state is State.LEAVING or (not leaving and cell.alone() and cell.leave())
+            if starts and cell.release():
+                released.append(cell.bytes)
+        self._was_needed = self._was_needed or bool(released)
+        return released
 
     def reloaded(self) -> None:
-        """An optimizer's state was replaced."""
-        self.leave()
+        """An optimizer's state was replaced. That of others stays where it is."""
+        self.optimizers.drop_orphans()
         self._states = 0
 
     def leave(self) -> None:

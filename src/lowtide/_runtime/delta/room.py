@@ -155,8 +155,7 @@ class Room:
 
         try:
             with self.lock:
-                if self.idle is not None:
-                    self.idle.release(enough, leaving=True)
+                self._release_idle(enough, leaving=True)
                 if block:
                     self._release_one(block)
                 for cell in () if enough() else self._in_order():
@@ -164,8 +163,7 @@ class Room:
                         self._let_go(cell)
                     if enough():
                         break
-                if self.idle is not None:
-                    self.idle.release(enough, leaving=False)
+                self._release_idle(enough, leaving=False)
         finally:
             self._releasing = False
         return began - self._ledger.held
@@ -173,6 +171,12 @@ class Room:
     def forget_order(self) -> None:
         """It refers to cells that may be no more."""
         self._order.clear()
+
+    def _release_idle(self, enough: Callable[[], bool], *, leaving: bool) -> None:
+        if self.idle is not None:
+            released = self.idle.release(enough, leaving=leaving)
+            self.counts["swapped"] += len(released)
+            self.counts["swapped bytes"] += sum(released)
 
     def _release_one(self, block: int) -> None:
         """The best to lose of those that are as large."""
