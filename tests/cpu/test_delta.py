@@ -480,8 +480,13 @@ def _small_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small_state")
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.55])
-def test_optimizer_state_goes_when_nothing_else_is_left(share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "piece"), [(0.8, 1 << 20), (0.6, 1 << 20), (0.55, 1 << 20), (0.9, 4 << 20)]
+)
+def test_optimizer_state_goes_when_nothing_else_is_left(
+    share: float, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgeting, "_PIECE", piece)
     plainly = run(heavy, 6)
     budget = int(share * max(plainly.peaks))
     ours = run(heavy, 6, budget)

@@ -70,7 +70,9 @@ class StateCell(Cell):
 
     def _take_again(self) -> None:
         # A new storage: the old one would ask the allocator of the time when it was made.
-        self.storage = torch.UntypedStorage(self.bytes, device=self._device)
+        # Not by `UntypedStorage`: on a CPU that asks no allocator that was put in front.
+        taken = torch.empty(self.bytes, dtype=torch.uint8, device=self._device)
+        self.storage = taken.untyped_storage()
         self.key = self.storage._cdata
 
     def have(self) -> None:
