@@ -1,4 +1,4 @@
-"""Recomputing on other people's traces: total compute against DTR's best heuristic.
+"""Other people's traces: recomputing alone against DTR's best heuristic, then swapping besides.
 
 python benchmarks/offline.py --data ../shared/data/dtr --out benchmarks/results/offline.json
 
@@ -22,6 +22,7 @@ DTR: dict[str, tuple[float | None, ...]] = {  # total compute over plain, at eac
     "unet": (1.033, 1.085, 1.159, None, None),
     "lstm": (1.017, 1.031, 1.071, 1.159, 1.365),
 }
+LINKS = ("12GB/s", "25GB/s", "50GB/s")
 LOWTIDE = [sys.executable, "-m", "lowtide"]
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder of *.jsonl.gz")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60, help="of search, for each plan")
+    parser.add_argument("--swap-seconds", type=float, default=20, help="... with swaps")
     parser.add_argument("--jobs", type=int, default=2, help="plans at once")
     parser.add_argument("--only", default="", help="traces whose names begin like one of these")
     options = parser.parse_args()
@@ -48,6 +50,15 @@ def main() -> None:
             for name in names
             for share in SHARES
         }
+        linked = {
+            (name, share, link, policy): pool.submit(
+                plan, f"{folder}/{name}.trace", share, options.swap_seconds, policy, link
+            )
+            for name in names
+            for share in SHARES
+            for link in LINKS
+            for policy in ("tide", "autoswap")
+        }
         for (name, share), answer in asked.items():
             row = answer.result()
             row["dtr"] = DTR[name][SHARES.index(share)]
@@ -55,13 +66,28 @@ def main() -> None:
                 row["bound"] = bound(f"{folder}/{name}.trace", share)
             results["traces"].setdefault(name, {})[str(share)] = row
             show(name, share, row)
-            if options.out:
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+            write(options.out, results)
+        for (name, share, link, policy), answer in linked.items():
+            rows = results["traces"][name][str(share)].setdefault(link, {})
+            rows[policy] = answer.result()
+            if policy == "autoswap":
+                show_link(name, share, link, rows)
+                write(options.out, results)
 
 
-def plan(trace: str, share: float, seconds: float) -> dict[str, Any]:
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    """What there is so far."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def plan(
+    trace: str, share: float, seconds: float, policy: str = "tide", link: str | None = None
+) -> dict[str, Any]:
     """What the command says."""
-    how = ["--policy", "tide", "--no-swap", "--seconds", str(seconds), "--json"]
+    how = ["--policy", policy, "--json"]
+    how += ["--no-swap"] if link is None else ["--link", link]
+    how += ["--seconds", str(seconds)] if policy == "tide" else []
     done = subprocess.run(
         [*LOWTIDE, "simulate", trace, "--budget", str(share), *how],
         capture_output=True,
@@ -90,6 +116,15 @@ def show(name: str, share: float, row: dict[str, Any]) -> None:
     dtr = f"{row['dtr']:.3f}" if row["dtr"] else "does not fit"
     ours = row.get("error") or f"{1 + row['overhead']:.4f}, no less than {1 + row['bound']:.4f}"
     print(f"{name:16} {share:.1f} of the peak: {ours}  (DTR {dtr})", flush=True)
+
+
+def show_link(name: str, share: float, link: str, rows: dict[str, Any]) -> None:
+    """One line."""
+    said = [
+        f"{policy} {1 + row['overhead']:.4f}" if "error" not in row else f"{policy} does not fit"
+        for policy, row in rows.items()
+    ]
+    print(f"{name:16} {share:.1f} of the peak at {link}: {', '.join(said)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -552,6 +552,23 @@ def test_simulate_prints_figures(step: str) -> None:
     assert done.exit_code == 0 and "of 20.00 MiB plain" in done.stdout
 
 
+@pytest.mark.parametrize("how", [["--no-swap"], ["--link", "1GB/s"], ["--link", "1kB/s"]])
+def test_simulate_by_tide(step: str, how: list[str]) -> None:
+    tide = ["--policy", "tide", "--seconds", "0.2", *how]
+    done = _run(step, "--budget", "60%", *tide, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["peak_bytes"] <= 0.6 * found["plain_peak_bytes"]
+    swaps = "1GB/s" in how
+    assert (found["swapped_bytes"] > 0) == swaps
+    assert swaps or found["recomputed_seconds"] > 0
+    assert ("swaps" if swaps else "run again") in _run(step, "--budget", "60%", *tide).stdout
+    done = _run(step, "--budget", "1MiB", *tide)
+    assert done.exit_code == 3 and done.stdout == ""
+    smallest = done.stderr.split("met is ")[1].split()[0]
+    assert _run(step, "--budget", smallest, *tide).exit_code == 0
+
+
 def test_simulate_names_the_smallest_budget(step: str) -> None:
     done = _run(step, "--budget", "1MiB")
     assert done.exit_code == 3 and done.stdout == ""
@@ -575,7 +592,14 @@ def test_simulate_sweeps(step: str) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [[], ["--budget", "lots"], ["--budget", "1", "--sweep"], ["--budget", "1", "--score", "x"]],
+    [
+        [],
+        ["--budget", "lots"],
+        ["--budget", "1", "--sweep"],
+        ["--budget", "1", "--score", "x"],
+        ["--policy", "tide", "--sweep"],
+        ["--budget", "1", "--no-swap"],
+    ],
 )
 def test_simulate_says_what_is_wrong(step: str, args: list[str]) -> None:
     assert isinstance(_run(step, *args).exception, BadInput)

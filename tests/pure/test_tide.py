@@ -1,16 +1,25 @@
 """Recomputing, planned: the laws, by hand, and random steps against the slow checker."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import traces
+from swaps import busy_traces, machines
 
 from lowtide._analyze.load import find_peak
-from lowtide._ir import Drop, OpIndex, Remake, Rerun, Trace, ValueId
+from lowtide._check import find_flaw
+from lowtide._ir import Drop, Link, Machine, OpIndex, Remake, Rerun, Trace, ValueId
+from lowtide._machine.link import line
 from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.bound import least_recompute_seconds
-from lowtide._policy.remake import Ground, Stuck, Taste, remake
+from lowtide._policy.ground import Ground
+from lowtide._policy.remake import Stuck, Taste, remake
 from lowtide._policy.tide import tide
+from lowtide._simulate.check import find_bad_swap
+from lowtide._simulate.reference import simulate_slowly
+from lowtide._simulate.remade import remade
 from lowtide._simulate.remakes import Unlawful, run_remakes
 from lowtide._trace.text import parse
 
@@ -158,3 +167,57 @@ def test_plans_are_lawful_and_within_the_limit(trace: Trace, share: float, taste
     assert result.peak_bytes <= limit
     assert least_recompute_seconds(trace, limit) <= seconds + 1e-9
     assert result.rerun_seconds == pytest.approx(seconds)
+    step = remade(trace, remakes)
+    assert find_flaw(step.trace) is None
+    assert find_peak(step.trace).bytes == result.peak_bytes
+    assert sum(op.seconds for op in step.trace.ops) == pytest.approx(result.seconds)
+    assert [step.trace.ops[at].name for at in step.at[:-1]] == [op.name for op in trace.ops]
+
+
+def _quick(link: Link) -> Link:
+    """In microseconds, as ops are here."""
+    return replace(link, seconds=tuple(1e-6 * seconds for seconds in link.seconds))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=200)
+@given(
+    trace=st.one_of(there_and_back(), there_and_back(), busy_traces(), traces(max_ops=16)),
+    machine=machines(),
+    share=st.floats(0.4, 1),
+    seed=st.integers(0, 9),
+)
+def test_both_together_are_lawful_and_what_the_slow_simulator_says(
+    trace: Trace, machine: Machine, share: float, seed: int
+) -> None:
+    machine = replace(machine, out=_quick(machine.out), back=_quick(machine.back))
+    limit = int(share * find_peak(trace).bytes)
+    try:
+        plan = tide(trace, machine, limit=limit, seconds=0.02, seed=seed, smallest=1)
+    except CannotFit as refusal:
+        event("cannot fit")
+        limit = refusal.smallest_bytes
+        plan = tide(trace, machine, limit=limit, seconds=0.02, seed=0, smallest=1)
+    event(f"swaps: {bool(plan.swaps)}, reruns: {bool(plan.remakes)}")
+    run_remakes(trace, plan.remakes)
+    step = remade(trace, plan.remakes).trace
+    assert find_bad_swap(step, plan.swaps) is None
+    outcome = simulate_slowly(step, machine, plan.swaps)
+    assert outcome.peak_bytes == plan.peak_bytes <= limit
+    assert outcome.seconds == pytest.approx(plan.seconds)
+
+
+def test_what_is_dear_to_make_again_is_swapped() -> None:
+    fast = Machine("fast", 1 << 40, 1 << 40, line(0.0, 1e9), line(0.0, 1e9))
+    trace = parse(
+        "have x:10 | input\n"
+        "dear x -> a:100 | 9us\ncheap a -> b:10 | 1us\nlong b -> c:100 | 5us\nfree b\n"
+        "long c -> d:10 | 5us\nfree c\nlong d -> e:10 | 5us\nback a e -> f:10 | 1us\n"
+    )
+    limit = 150
+    plan = tide(trace, fast, limit=limit, seconds=0.1, smallest=1)
+    assert [swap.value for swap in plan.swaps] == [1]
+    assert plan.remakes == ()
+    assert tide(trace, limit=limit, seconds=0.1).seconds > plan.seconds
+    little = tide(trace, fast, limit=limit, seconds=0.1, smallest=1, host_budget=50)
+    assert little.swaps == ()  # there is no room below
+    assert little.remakes != ()

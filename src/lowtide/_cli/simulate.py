@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lowtide._policy.candidates import Reach
 
 SWEEP = (100, 90, 80, 70, 66, 60, 50, 40)  # % of the plain peak
+_SMALLEST_SWAPPED = 1 << 20  # bytes of a value that is worth moving, if the budget is not small
+_MANY = 1000
 _LATENCY_SECONDS = 5e-6  # of a copy on a link of which only the speed is given
 
 
@@ -94,8 +96,8 @@ def simulate_command(
         raise BadInput("--sweep tries budgets of its own: leave --budget out")
     if not sweep and budget is None and mode == "limit":
         raise BadInput("give a --budget, or --mode free for the lowest peak, or --sweep for all")
-    if policy == "tide" and (not no_swap or sweep or mode != "limit"):
-        raise BadInput("--policy tide only recomputes so far: give --no-swap and a --budget")
+    if policy == "tide" and (sweep or mode != "limit"):
+        raise BadInput("--policy tide keeps a budget: give --budget, without --sweep or --mode")
     if no_swap and policy != "tide":
         raise BadInput(f"--policy {policy} does nothing but swap: leave --no-swap out")
     where = find_machine(machine)
@@ -120,7 +122,14 @@ def simulate_command(
             from lowtide._policy.tide import tide
 
             assert limit is not None
-            return tide(step, limit=limit, seconds=seconds)
+            return tide(
+                step,
+                None if no_swap else where,
+                limit=limit,
+                seconds=seconds,
+                smallest=min(_SMALLEST_SWAPPED, limit // _MANY),
+                host_budget=where.host_bytes,
+            )
 
         _single(step, budget, plan, as_json)
 
@@ -134,6 +143,7 @@ def _single(
     from lowtide._analyze.load import find_peak, rounded_bytes
     from lowtide._ir import Rerun
     from lowtide._policy.autoswap import CannotFit
+    from lowtide._simulate.remade import remade
 
     peak = find_peak(step).bytes
     limit = None if budget is None else parse_bytes(budget, peak)
@@ -147,7 +157,8 @@ def _single(
             err=True,
         )
         sys.exit(3)
-    swapped = sum(rounded_bytes(step, step.values[swap.value]) for swap in plan.swaps)
+    values = remade(step, plan.remakes).trace.values
+    swapped = sum(rounded_bytes(step, values[swap.value]) for swap in plan.swaps)
     again = [step.ops[one.op].seconds for one in plan.remakes if isinstance(one, Rerun)]
     if as_json:
         figures = {
@@ -169,13 +180,13 @@ def _single(
         f"step {format_seconds(plan.seconds)} of {format_seconds(plan.plain_seconds)} plain "
         f"({_ratio(plan):.3f}×)"
     )
+    parts = []
     if again:
-        click.echo(f"{len(again)} ops run again, {format_seconds(sum(again))}; {plan.policy}")
-    else:
-        click.echo(
-            f"{len(plan.swaps)} swaps, {format_bytes(swapped)} each way; "
-            f"{plan.policy} on {plan.machine}"
-        )
+        parts.append(f"{len(again)} ops run again, {format_seconds(sum(again))}")
+    if plan.swaps or not again:
+        parts.append(f"{len(plan.swaps)} swaps, {format_bytes(swapped)} each way")
+    where = f" on {plan.machine}" if plan.machine else ""
+    click.echo(f"{'; '.join(parts)}; {plan.policy}{where}")
 
 
 def _sweep(step: "Trace", machine: "Machine", reach: "Reach", as_json: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from lowtide._analyze.load import load_curve
 from lowtide._errors import BadInput
 from lowtide._ir import Trace
-from lowtide._policy.remake import Ground
+from lowtide._policy.ground import Ground
 
 _MOST_OPS = 300  # at which the limit is looked at
 

@@ -9,18 +9,19 @@ of these matters, and `weights` correct it for single values: a search tries man
 """
 
 from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide._analyze.access import producers
-from lowtide._analyze.load import rounded_bytes
-from lowtide._analyze.recompute import obstacles
 from lowtide._errors import LowtideError
-from lowtide._ir import Drop, OpIndex, Remake, Rerun, Trace, ValueId
+from lowtide._ir import Drop, OpIndex, Remake, Rerun, Swap, ValueId
+from lowtide._policy.ground import Ground
+
+Weights = npt.NDArray[np.float64]
 
 _MOST_RERUNS = 10  # times the ops of the step: then it does not come to an end
 
@@ -44,86 +45,20 @@ class Taste:
     around: bool = True  # whether what is gone around a value counts
 
 
-class Ground:
-    """All that does not depend on the limit."""
-
-    def __init__(self, trace: Trace) -> None:
-        count = len(trace.values)
-        self.trace = trace
-        self.ops = len(trace.ops)
-        self.size = [
-            rounded_bytes(trace, value) if value.device == trace.device else 0
-            for value in trace.values
-        ]
-        made_by = producers(trace)
-        self.maker = [int(made_by.get(ValueId(i), -1)) for i in range(count)]
-        self.reads = [tuple(dict.fromkeys((*op.reads, *op.updates))) for op in trace.ops]
-        self.uses: list[list[int]] = [[] for _ in range(count)]
-        for i, reads in enumerate(self.reads):
-            for source in reads:
-                self.uses[source].append(i)
-        for i, value in enumerate(trace.values):
-            if value.after:
-                self.uses[i].append(self.ops)
-        self.can = self._recomputable()
-        self.appearing: list[list[int]] = [[] for _ in range(self.ops)]
-        self.overwritten: list[list[int]] = [[] for _ in range(self.ops)]
-        self.ending: list[list[int]] = [[] for _ in range(self.ops)]
-        for i, value in enumerate(trace.values):
-            if value.after:
-                continue
-            if value.end < self.ops and i in self.reads[value.end]:
-                self.overwritten[value.end].append(i)
-            else:
-                self.ending[value.end - 1].append(i)
-        for i, value in enumerate(trace.values):
-            if not value.before and self.maker[i] < 0:
-                self.appearing[value.first].append(i)
-        self.seconds = [trace.ops[maker].seconds if maker >= 0 else 0.0 for maker in self.maker]
-        self.starts = [*accumulate((op.seconds for op in trace.ops), initial=0.0)]
-        near: list[set[int]] = [set() for _ in range(count)]
-        for i, op in enumerate(trace.ops):
-            for made in op.writes:
-                near[made].update(self.reads[i])
-                for source in self.reads[i]:
-                    near[source].add(made)
-        self.near = [  # what is made from it, and what it is made from
-            tuple(other for other in others if self.can[other] and other != i)
-            for i, others in enumerate(near)
-        ]
-
-    def _recomputable(self) -> list[bool]:
-        """Which values can be made again up to their last use, from what is there or can be, too.
-
-        What came from outside the step and is let go within it is not held on to.
-        """
-        values = self.trace.values
-        until = [inf if value.after else float(value.end) for value in values]
-        can = [False] * len(values)
-        lawful = [obstacle is None for obstacle in obstacles(self.trace)]
-        for value in sorted(range(len(values)), key=lambda i: (self.maker[i], i)):
-            if self.maker[value] < 0 or not lawful[value]:
-                continue
-            sources = self.reads[self.maker[value]]
-            reach = min((until[source] for source in sources), default=inf)
-            if reach > max(self.uses[value], default=0):
-                can[value] = self.size[value] > 0
-                until[value] = max(until[value], reach)
-        return can
-
-
 def remake(
     ground: Ground,
     limit: int,
     taste: Taste,
-    weights: npt.NDArray[np.float64] | None = None,
+    weights: Weights | None = None,
     most_seconds: float = inf,
+    swaps: Sequence[Swap] = (),
 ) -> tuple[float, list[Remake]] | None:
     """The seconds of what runs again, and what is done; None: more than `most_seconds`.
 
-    Raises `Stuck`.
+    What is away by `swaps` takes no room meanwhile. It comes back earlier where an op that runs
+    again reads it, and is never dropped. Raises `Stuck`.
     """
-    return _Pass(ground, limit, taste, weights, most_seconds).run()
+    return _Pass(ground, limit, taste, weights, most_seconds, swaps).run()
 
 
 class _Enough(Exception):
@@ -136,15 +71,25 @@ class _Pass:
         ground: Ground,
         limit: int,
         taste: Taste,
-        weights: npt.NDArray[np.float64] | None,
+        weights: Weights | None,
         most_seconds: float,
+        swaps: Sequence[Swap],
     ) -> None:
         self._ground = ground
         self._limit = limit - ground.trace.unseen_bytes
         self._taste = taste
         self._most = most_seconds
         count = len(ground.size)
-        self._there = [value.before for value in ground.trace.values]
+        self._there = [
+            value.before and (value.end > 0 or i in ground.reads[0])
+            for i, value in enumerate(ground.trace.values)
+        ]
+        self._below = [False] * count
+        self._from_on = ground.from_on
+        self._releases: dict[int, list[int]] = defaultdict(list)
+        self._fetches: dict[int, list[int]] = defaultdict(list)
+        if swaps:
+            self._set_stays(swaps)
         self._held = sum(
             size for size, there in zip(ground.size, self._there, strict=True) if there
         )
@@ -159,6 +104,8 @@ class _Pass:
         self._gone = list(range(count))  # a tree over those that are gone together
         self._gone_seconds = [0.0] * count  # of each such group, at its root
         self._is_gone = [False] * count
+        self._ends = [value.end for value in ground.trace.values]
+        self._opening: dict[int, list[int]] = defaultdict(list)  # what may go from there on
         self._position = 0
         self._reruns = self._looks = 0
         self.seconds = 0.0
@@ -175,7 +122,11 @@ class _Pass:
                 self._position = i
                 for value in ground.appearing[i]:
                     self._take(value)
-                reads = ground.reads[i]
+                for value in self._opening.pop(i, ()):
+                    if self._there[value] and not self._locked[value]:
+                        self._free[value] = True
+                self._move(i)
+                reads = ground.wants[i]
                 for value in reads:
                     self._have(value)
                     self._lock(value)
@@ -192,7 +143,7 @@ class _Pass:
                     self._end(value)
             self._position = len(ops)
             for value, kept in enumerate(ground.trace.values):
-                if kept.after:
+                if kept.after and not self._below[value]:
                     self._have(value)
                     self._lock(value)
         except _Enough:
@@ -209,7 +160,14 @@ class _Pass:
     def _arrive(self, value: int, position: int) -> None:
         if self._ground.can[value]:
             self._due[value] = self._next(value, position)
-            self._free[value] = not self._locked[value]
+            self._free[value] = not self._locked[value] and self._may_go(value)
+            if self._position < self._from_on[value] < self._ground.ops:
+                self._opening[self._from_on[value]].append(value)
+
+    def _may_go(self, value: int) -> bool:
+        """Whether it could be dropped here, if nothing reads it: also if it is there for others."""
+        position = self._position
+        return position >= self._from_on[value] or position >= self._ends[value]
 
     def _end(self, value: int) -> None:
         if self._there[value]:
@@ -236,8 +194,40 @@ class _Pass:
     def _unlock(self, value: int, position: int) -> None:
         self._locked[value] -= 1
         if not self._locked[value] and self._there[value] and self._ground.can[value]:
-            self._free[value] = True
+            self._free[value] = self._may_go(value)
             self._due[value] = self._next(value, position)
+
+    # What is swapped.
+
+    def _set_stays(self, swaps: Sequence[Swap]) -> None:
+        ground = self._ground
+        self._from_on = list(ground.from_on)
+        for swap in swaps:
+            release, fetch = int(swap.release), int(swap.fetch)
+            value = int(swap.value)
+            back = ground.found_as[value] if fetch >= ground.ops else value
+            for moved in (value, back):
+                self._from_on[moved] = ground.ops
+            if release >= ground.ops:
+                value, release = back, release - ground.ops
+            elif fetch >= ground.ops:
+                self._there[back], self._below[back] = False, True
+            self._releases[release].append(value)
+            self._fetches[fetch % ground.ops].append(back)
+
+    def _move(self, position: int) -> None:
+        for value in self._releases[position]:
+            if self._there[value] and not self._locked[value]:
+                self._end(value)
+                self._below[value] = True
+        for value in self._fetches[position]:
+            if self._below[value]:
+                self._return(value)
+
+    def _return(self, value: int) -> None:
+        self._make_room(self._ground.size[value])
+        self._below[value] = False
+        self._take(value)
 
     # What goes.
 
@@ -319,10 +309,12 @@ class _Pass:
             if self._looks > 4 * _MOST_RERUNS * ground.ops:
                 raise _Enough
             wanted, at = stack[-1]
+            if self._below[wanted]:
+                self._return(wanted)
             if self._there[wanted]:
                 self._leave(stack)
                 continue
-            sources = ground.reads[ground.maker[wanted]]
+            sources = ground.sources[ground.maker[wanted]]
             while at < len(sources) and self._there[sources[at]]:
                 self._lock(sources[at])
                 at += 1
@@ -339,7 +331,9 @@ class _Pass:
 
     def _leave(self, stack: list[list[int]]) -> None:
         wanted, at = stack.pop()
-        for source in self._ground.reads[self._ground.maker[wanted]][:at]:
+        if not at:
+            return
+        for source in self._ground.sources[self._ground.maker[wanted]][:at]:
             self._unlock(source, self._position - 1)
 
     def _leave_if_over(self, value: int) -> None:
@@ -352,14 +346,15 @@ class _Pass:
         ground = self._ground
         maker = ground.maker[wanted]
         op = ground.trace.ops[maker]
-        self._make_room(sum(ground.size[value] for value in op.writes) + op.workspace_bytes)
+        made = ground.made[maker]
+        self._make_room(sum(ground.size[value] for value in made) + op.workspace_bytes)
         self.done.append(Rerun(OpIndex(self._position), OpIndex(maker)))
         self.seconds += op.seconds
         self._reruns += 1
         if self.seconds > self._most or self._reruns > _MOST_RERUNS * ground.ops:
             raise _Enough
-        for value in op.writes:
-            if self._there[value]:
+        for value in made:
+            if self._there[value] or self._below[value]:
                 continue
             self._take(value)
             if self._is_gone[value]:
@@ -367,7 +362,7 @@ class _Pass:
                 self._gone_seconds[self._root(value)] -= ground.seconds[value]
                 self._reckon(value)
             self._due[value] = self._next(value, self._position - 1)
-        for value in op.writes:
+        for value in made:
             over = ground.trace.values[value].end <= self._position
             if value != wanted and over and self._free[value] and not self._wanted(value):
                 self._drop(value)

@@ -1,30 +1,36 @@
-"""Tide: what is made again, chosen for the step's time within a limit of bytes.
+"""Tide: what stays, what is swapped and what is made again, chosen for the step's time.
 
-A pass over the step (`remake`) decides by taste. Many tastes are tried, and from the best of them a
-search goes on: the weights of some values are changed (of single ones, of all that ops of one
-kind make, of a stretch of the step), and what is not worse is kept, until the time is over.
-
-Known to be imperfect: nothing is swapped yet.
+A pass over the step (`remake`) decides by taste what is made again. Many tastes are tried. Then
+values are swapped besides: more and more of them, hidden behind compute or not, those first that
+are dear to make again. From the best of all that a search goes on: the weights of some values in
+the pass are changed (of single ones, of all that ops of one kind make, of a stretch of the step),
+swaps are left out, added or exchanged, and what is not worse is kept, until the time is over.
+Every trial is a simulated step (`joint`).
 """
 
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import log2
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, log2
 
 import numpy as np
-import numpy.typing as npt
 
 from lowtide._analyze.load import find_peak
-from lowtide._ir import OpIndex, Plan, Remake, Rerun, Trace
+from lowtide._ir import Machine, OpIndex, Plan, Rerun, Swap, Trace
 from lowtide._policy.autoswap import CannotFit
-from lowtide._policy.remake import Ground, Stuck, Taste, remake
-from lowtide._simulate.remakes import run_remakes
+from lowtide._policy.ground import Ground, Runtime
+from lowtide._policy.joint import Task, Trial, as_plan, attempt
+from lowtide._policy.problem import Problem, choose
+from lowtide._policy.remake import Stuck, Taste, Weights
+from lowtide._policy.schedule import schedule
+from lowtide._policy.scores import Scores
+from lowtide._simulate.remade import remade
 from lowtide._units import format_bytes
 
 _TASTE_SHARE = 1 / 3  # of the time
+_SWAP_SHARE = 2 / 3  # ... up to then
 _LONGEST = 10.0  # times the plain step: what takes longer is no plan
 _SMALLER = 0.005  # of the plain peak: how closely the smallest limit is looked for
 _TASTES = tuple(
@@ -35,76 +41,156 @@ _TASTES = tuple(
     for distance in (0.25, 0.5, 1.0, 2.0)
 )
 _FEW = (Taste(), Taste(distance=0.5), Taste(around=False), Taste(0.5, 0.75, 0.25), Taste(1.5, 0.5))
-
 _FACTORS = (0.05, 0.25, 0.5, 1.5, 4.0, 20.0)
+_SHARES = (0.25, 0.5, 1.0, 0.1, 0.75, 0.375, 0.05, 0.9, 0.625, 0.175)  # of what is too much
+_EXCHANGED = 0.3  # of the trials, if anything can be swapped
+_EARLY = 1.3  # times what a copy takes: so much earlier it starts
 
-Weights = npt.NDArray[np.float64]
 
+def tide(
+    trace: Trace,
+    machine: Machine | None = None,
+    *,
+    limit: int,
+    seconds: float = 10.0,
+    seed: int = 0,
+    runtime: Runtime | None = None,
+    smallest: int = 1 << 20,
+    host_budget: int | None = None,
+) -> Plan:
+    """The fastest plan that was found within `limit` bytes, or raises `CannotFit`.
 
-def tide(trace: Trace, *, limit: int, seconds: float = 10.0, seed: int = 0) -> Plan:
-    """The plan with the least to run again within `limit` bytes, or raises `CannotFit`.
-
-    The search takes about `seconds`, and as long as the first plan takes if that is longer.
+    Without a machine nothing is swapped. The search takes about `seconds`, and as long as the first
+    plan takes if that is longer.
     """
     peak = find_peak(trace)
     plain = sum(op.seconds for op in trace.ops)
     if peak.bytes <= limit:
-        return Plan((), peak.bytes, plain, peak.bytes, plain, "tide")
-    ground = Ground(trace)
-    found = _Search(ground, limit, _LONGEST * plain, random.Random(seed)).run(seconds)  # noqa: S311
-    if found is None:
-        raise _cannot(ground, limit, peak.bytes, _LONGEST * plain)
-    result = run_remakes(trace, found)
-    assert result.peak_bytes <= limit
-    return Plan(
-        (), result.peak_bytes, result.seconds, peak.bytes, plain, "tide", remakes=tuple(found)
-    )
+        name = "" if machine is None else machine.name
+        return Plan((), peak.bytes, plain, peak.bytes, plain, "tide", name)
+    ground = Ground(trace, runtime)
+    task = Task(ground, machine, limit, runtime, smallest, host_budget)
+    best = _Search(task, random.Random(seed)).run(seconds)  # noqa: S311
+    if best is None:
+        raise _cannot(task, peak.bytes)
+    found = find_peak(remade(trace, best.remakes).trace).bytes if not best.swaps else 0
+    return as_plan(task, best, found or best.peak_bytes, peak.bytes)
 
 
 @dataclass(slots=True)
 class _Search:
-    ground: Ground
-    limit: int
-    most: float
+    task: Task
     random: random.Random
-    best: list[Remake] | None = None
-    seconds: float = 0.0
+    best: Trial | None = None
+    seconds: float = inf
     taste: Taste = field(default_factory=Taste)
 
-    def run(self, seconds: float) -> list[Remake] | None:
+    def run(self, seconds: float) -> Trial | None:
         began = time.perf_counter()
-        self.seconds = self.most
+        problem = None if self.task.machine is None else self.task.problem()
+        if problem is not None and not problem.found:
+            problem = None
+        self._begin(problem)
         for taste in _TASTES:
-            late = time.perf_counter() - began > _TASTE_SHARE * seconds
-            if late and (self.best is not None or taste is _TASTES[len(_TASTES) // 2]):
+            if time.perf_counter() - began > _TASTE_SHARE * seconds:
                 break
-            if self._try(taste, None):
+            if self._try((), taste, None):
                 self.taste = taste
+        if problem is not None:
+            self._swap(problem, began + _SWAP_SHARE * seconds)
         if self.best is None:
             return None
-        weights = np.ones(len(self.ground.size))
-        changes = self._changes()
-        while time.perf_counter() - began < seconds:
-            changed = weights.copy()
-            next(changes)(changed)
-            if self._try(self.taste, changed):
-                weights = changed
+        weights = np.ones(len(self.task.ground.size))
+        changes = self._changes() if any(self.task.ground.can) else None
+        exchanges = self._exchanges(problem) if problem is not None else None
+        while time.perf_counter() - began < seconds and (changes or exchanges):
+            if exchanges and (not changes or self.random.random() < _EXCHANGED):
+                self._try(next(exchanges), self.taste, weights)
+            elif changes:
+                changed = weights.copy()
+                next(changes)(changed)
+                if self._try(self.best.chosen, self.taste, changed):
+                    weights = changed
+        if self.best.chosen:
+            self._try(self.best.chosen, self.taste, weights, thorough=True)
         return self.best
 
-    def _try(self, taste: Taste, weights: Weights | None) -> bool:
+    def _begin(self, problem: Problem | None) -> bool:
+        """Whether a few tastes find a way, if need be with all away that can be."""
+        self.seconds = _LONGEST * self.task.ground.starts[-1]
+        for taste in _FEW:
+            if self._try((), taste, None):
+                self.taste = taste
+        if self.best is None and problem is not None:
+            found, trace = problem.found, problem.trace
+            away = schedule(trace, problem.machine, found, 0, problem.positions)
+            for taste in _FEW:
+                if self._try(away, taste, None):
+                    self.taste = taste
+        return self.best is not None
+
+    def _try(
+        self,
+        chosen: Sequence[Swap],
+        taste: Taste,
+        weights: Weights | None,
+        *,
+        thorough: bool = False,
+    ) -> bool:
         """Whether it is no worse than the best; then it is the best."""
         try:
-            found = remake(self.ground, self.limit, taste, weights, self.seconds)
+            found = attempt(self.task, chosen, taste, weights, self.seconds, thorough=thorough)
         except Stuck:
             return False
         if found is None:
             return False
-        self.seconds, self.best = found
+        self.seconds, self.best = found.seconds, found
         return True
+
+    def _swap(self, problem: Problem, until: float) -> None:
+        """Try to swap more and more."""
+        peak, limit = problem.plain_peak, self.task.limit
+        for share in _SHARES:
+            aim = round(peak - share * (peak - limit))
+            for scores in (_dear(problem, self.task.ground), None):
+                picked = choose(problem, scores, aim).chosen
+                for within in (None, aim):
+                    if time.perf_counter() > until:
+                        return
+                    swaps = schedule(
+                        problem.trace,
+                        problem.machine,
+                        picked,
+                        within,
+                        problem.positions,
+                        slack=_EARLY,
+                    )
+                    for taste in (self.taste,) if self.best is not None else _FEW:
+                        if swaps and self._try(swaps, taste, None):
+                            self.taste = taste
+
+    def _exchanges(self, problem: Problem) -> Iterator[list[Swap]]:
+        """Other choices of what is swapped, for ever."""
+        draw = self.random
+        while True:
+            assert self.best is not None
+            chosen = list(self.best.chosen)
+            if chosen and draw.random() < 0.6:
+                for _ in range(draw.choice((1, 1, 2, 4))):
+                    if chosen:
+                        chosen.pop(draw.randrange(len(chosen)))
+            if not chosen or draw.random() < 0.6:
+                taken = {(swap.value, swap.after) for swap in chosen}
+                free = [c for c in problem.found if (c.value, c.after) not in taken]
+                more = draw.sample(free, min(len(free), draw.choice((1, 1, 2, 4))))
+                chosen += schedule(
+                    problem.trace, problem.machine, more, None, problem.positions, slack=_EARLY
+                )
+            yield chosen
 
     def _changes(self) -> "Iterator[_Change]":
         """Ways to change the weights, for ever."""
-        ground, draw = self.ground, self.random
+        ground, draw = self.task.ground, self.random
         able = [value for value, can in enumerate(ground.can) if can]
         able.sort(key=lambda value: ground.maker[value])
         alike: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -133,10 +219,10 @@ class _Search:
                 yield _Change(some, [draw.choice(_FACTORS) for _ in some])
 
     def _made_again(self) -> list[int]:
-        ground = self.ground
+        ground = self.task.ground
         return [
             value
-            for one in self.best or ()
+            for one in (self.best.remakes if self.best is not None else ())
             if isinstance(one, Rerun)
             for value in ground.trace.ops[one.op].writes
             if ground.can[value]
@@ -152,32 +238,40 @@ class _Change:
         weights[self.values] *= self.factor
 
 
-def _cannot(ground: Ground, limit: int, peak: int, most: float) -> CannotFit:
+def _dear(problem: Problem, ground: Ground) -> Scores:
+    """First what cannot be made again, then what takes long to make for its size."""
+    found = np.array(
+        [
+            ground.seconds[c.value] / c.bytes if ground.can[c.value] else np.inf
+            for c in problem.found
+        ]
+    )
+    most = found[np.isfinite(found)].max(initial=0.0)
+    return np.where(np.isfinite(found), found, 2 * most + 1.0)
+
+
+def _cannot(task: Task, peak: int) -> CannotFit:
     """With the smallest limit that was found to be met, and the op at which this one was not."""
     worst = 0
     for taste in _FEW:
         try:
-            remake(ground, limit, taste, None, most)
+            attempt(task, (), taste)
         except Stuck as stuck:
             worst = stuck.op
-    low, high = limit, peak
-    while high - low > _SMALLER * peak:
+    low, high = task.limit, peak
+    problem = None if task.machine is None else task.problem()
+    while high - low > max(1.0, _SMALLER * peak):
         middle = (low + high) // 2
-        if any(_fits(ground, middle, taste, most) for taste in _FEW):
+        if _Search(replace(task, limit=middle), random.Random(0))._begin(problem):  # noqa: S311
             high = middle
         else:
             low = middle
+    ground = task.ground
     name = ground.trace.ops[min(worst, ground.ops - 1)].name
+    how = "recomputing" if task.machine is None else "recomputing and swapping"
     return CannotFit(
-        f"the budget is {format_bytes(limit)} ({limit} bytes), but recomputing cannot go below "
-        f"about {format_bytes(high)}: op {worst}, {name}, needs more at once",
+        f"the budget is {format_bytes(task.limit)} ({task.limit} bytes), but {how} cannot go "
+        f"below about {format_bytes(high)}: op {worst}, {name}, needs more at once",
         high,
         OpIndex(worst),
     )
-
-
-def _fits(ground: Ground, limit: int, taste: Taste, most: float) -> bool:
-    try:
-        return remake(ground, limit, taste, None, most) is not None
-    except Stuck:
-        return False

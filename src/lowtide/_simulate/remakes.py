@@ -2,7 +2,8 @@
 
 Before each op, and after the last one, its drops and reruns are done in order. The laws:
 
-1. What an op reads is there, when it runs for the first time and when it runs again.
+1. What an op reads is there, when it runs for the first time and when it runs again. What it
+   only updates (running statistics) it needs the first time, and does not touch again.
 2. Only what is there is dropped; only ops that have run are run again.
 3. What outlives the step is there when it ends.
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide._errors import LowtideError
-from lowtide._ir import Drop, Op, Remake, Trace
+from lowtide._ir import Drop, Remake, Trace
 
 
 class Unlawful(LowtideError):
@@ -24,7 +25,7 @@ class Unlawful(LowtideError):
 
 
 @dataclass(frozen=True, slots=True)
-class Remade:
+class Tally:
     """What a step with drops and reruns comes to."""
 
     seconds: float
@@ -33,7 +34,7 @@ class Remade:
     peak_op: int  # during which, or before which
 
 
-def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Remade:
+def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
     """The step with them. Raises `Unlawful`."""
     grain = trace.granularity_bytes
     size = [
@@ -48,9 +49,12 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Remade:
     there: set[int] = set()
     for number, value in enumerate(trace.values):
         if value.before:
-            there.add(number)
+            if value.end > 0 or number in (*trace.ops[0].reads, *trace.ops[0].updates):
+                there.add(number)
         elif number not in made:
-            appearing[value.first].append(number)
+            at_once = trace.ops[value.first]
+            if value.end > value.first or number in (*at_once.reads, *at_once.updates):
+                appearing[value.first].append(number)
     ends: dict[int, list[int]] = defaultdict(list)
     for number, value in enumerate(trace.values):
         ends[value.end].append(number)
@@ -63,8 +67,8 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Remade:
         if load > peak:
             peak, peak_op = load, position
 
-    def check(op: Op, position: int, what: str) -> None:
-        missing = [number for number in (*op.reads, *op.updates) if number not in there]
+    def check(needed: Sequence[int], position: int, what: str) -> None:
+        missing = [number for number in needed if number not in there]
         if missing:
             raise Unlawful(f"before op {position}: {what} needs value {missing[0]}, which is gone")
 
@@ -79,16 +83,18 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Remade:
             rerun = trace.ops[remake.op]
             if remake.op >= position:
                 raise Unlawful(f"before op {position}: op {remake.op} has not run yet")
-            check(rerun, position, f"op {remake.op} again")
-            copies = sum(size[number] for number in rerun.writes if number in there)
-            there.update(rerun.writes)
+            check(rerun.reads, position, f"op {remake.op} again")
+            updated = [trace.values[number].storage for number in rerun.updates]
+            makes = [n for n in rerun.writes if trace.values[n].storage not in updated]
+            copies = sum(size[number] for number in makes if number in there)
+            there.update(makes)
             look(position, copies + rerun.workspace_bytes)
             again += rerun.seconds
 
     for position, op in enumerate(trace.ops):
         there.update(appearing[position])
         remake_before(position)
-        check(op, position, f"op {position}")
+        check((*op.reads, *op.updates), position, f"op {position}")
         overwritten = [n for n in ends[position] if n in (*op.reads, *op.updates)]
         there.difference_update(overwritten)
         there.update(op.writes)
@@ -104,4 +110,4 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Remade:
     missing = [n for n, value in enumerate(trace.values) if value.after and n not in there]
     if missing:
         raise Unlawful(f"value {missing[0]} outlives the step, and is gone when it ends")
-    return Remade(seconds + again, again, peak, peak_op)
+    return Tally(seconds + again, again, peak, peak_op)

@@ -1,0 +1,135 @@
+"""What recomputing has to know of a step, whatever the limit: who is made from what, and when."""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from lowtide._analyze.access import producers
+from lowtide._analyze.load import rounded_bytes
+from lowtide._analyze.recompute import obstacles
+from lowtide._ir import Op, OpIndex, Trace, ValueId
+
+_MOST_HELD = 256  # ops between the moment at which backward asks for a value and its use
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What can be done in a live step.
+
+    Only `droppable` values can be dropped and only `movable` ones swapped, either not before the
+    position from which on nobody else refers to them (`held`). What backward asks for has to be
+    there from then on until it is used. Copies start and bytes are freed at `positions`.
+    """
+
+    droppable: Container[ValueId]
+    movable: Container[ValueId]
+    held: Mapping[ValueId, OpIndex]
+    positions: tuple[int, ...]
+
+
+class Ground:
+    """All that does not depend on the limit."""
+
+    def __init__(self, trace: Trace, runtime: Runtime | None = None) -> None:
+        count = len(trace.values)
+        self.trace = trace
+        self.ops = len(trace.ops)
+        self.size = [
+            rounded_bytes(trace, value) if value.device == trace.device else 0
+            for value in trace.values
+        ]
+        made_by = producers(trace)
+        self.maker = [int(made_by.get(ValueId(i), -1)) for i in range(count)]
+        self.reads = [tuple(dict.fromkeys((*op.reads, *op.updates))) for op in trace.ops]
+        self.sources = [tuple(dict.fromkeys(op.reads)) for op in trace.ops]  # to run it again
+        self.made = [_made_again(trace, op) for op in trace.ops]  # ... and what that makes
+        self.uses: list[list[int]] = [[] for _ in range(count)]
+        for i, reads in enumerate(self.reads):
+            for source in reads:
+                self.uses[source].append(i)
+        self.wants = self.reads  # what has to be there while an op runs
+        if runtime is not None:
+            self._want_what_is_asked_for()
+        for i, value in enumerate(trace.values):
+            if value.after:
+                self.uses[i].append(self.ops)
+        self.can = self._recomputable()
+        self.from_on = [0 if can else self.ops for can in self.can]  # ... it can be dropped
+        if runtime is not None:
+            for i, can in enumerate(self.can):
+                able = can and i in runtime.droppable
+                self.from_on[i] = runtime.held.get(ValueId(i), self.ops) if able else self.ops
+        before = {value.storage: i for i, value in enumerate(trace.values) if value.before}
+        self.found_as = {  # what a step leaves in a storage -> what the next one finds
+            i: before[value.storage]
+            for i, value in enumerate(trace.values)
+            if value.after and value.storage in before
+        }
+        self.appearing: list[list[int]] = [[] for _ in range(self.ops)]
+        self.overwritten: list[list[int]] = [[] for _ in range(self.ops)]
+        self.ending: list[list[int]] = [[] for _ in range(self.ops)]
+        for i, value in enumerate(trace.values):
+            if value.after:
+                continue
+            if value.end < self.ops and i in self.reads[value.end]:
+                self.overwritten[value.end].append(i)
+            elif value.end:
+                self.ending[value.end - 1].append(i)
+        for i, value in enumerate(trace.values):
+            lives = value.end > value.first or i in self.reads[value.first]
+            if not value.before and self.maker[i] < 0 and lives:
+                self.appearing[value.first].append(i)
+        self.seconds = [trace.ops[maker].seconds if maker >= 0 else 0.0 for maker in self.maker]
+        self.starts = [*accumulate((op.seconds for op in trace.ops), initial=0.0)]
+        near: list[set[int]] = [set() for _ in range(count)]
+        for i, op in enumerate(trace.ops):
+            for made in op.writes:
+                near[made].update(self.sources[i])
+                for source in self.sources[i]:
+                    near[source].add(made)
+        self.near = [  # what is made from it, and what it is made from
+            tuple(other for other in others if self.can[other] and other != i)
+            for i, others in enumerate(near)
+        ]
+
+    def _want_what_is_asked_for(self) -> None:
+        """Saved values are used when backward asks for them, and held until its op runs."""
+        wants = [list(reads) for reads in self.reads]
+        for i, value in enumerate(self.trace.values):
+            asked = {u for save in value.saves for u in save.unpacked if u < self.ops}
+            if not asked:
+                continue
+            for at in asked:
+                later = [use for use in self.uses[i] if at <= use <= at + _MOST_HELD]
+                for op in range(at, min(later, default=at) + 1):
+                    if op < min(value.end, self.ops) and i not in wants[op]:
+                        wants[op].append(ValueId(i))
+            self.uses[i] = sorted({*self.uses[i], *asked})
+        self.wants = [tuple(values) for values in wants]
+
+    def _recomputable(self) -> list[bool]:
+        """Which values can be made again up to their last use, from what is there or can be, too.
+
+        What came from outside the step and is let go within it is not held on to.
+        """
+        values = self.trace.values
+        until = [inf if value.after else float(value.end) for value in values]
+        can = [False] * len(values)
+        lawful = [obstacle is None for obstacle in obstacles(self.trace)]
+        for value in sorted(range(len(values)), key=lambda i: (self.maker[i], i)):
+            maker = self.maker[value]
+            if maker < 0 or not lawful[value] or value not in self.made[maker]:
+                continue
+            sources = self.sources[maker]
+            reach = min((until[source] for source in sources), default=inf)
+            if reach > max(self.uses[value], default=0):
+                can[value] = self.size[value] > 0
+                until[value] = max(until[value], reach)
+        return can
+
+
+def _made_again(trace: Trace, op: Op) -> tuple[ValueId, ...]:
+    """What it makes when it runs again: running statistics are updated once."""
+    updated = {trace.values[value].storage for value in op.updates}
+    return tuple(value for value in op.writes if trace.values[value].storage not in updated)
