@@ -206,7 +206,7 @@ def under(
                 step()
             row: dict[str, Any] = {"budget": budget, **measured(step)}
             assert tide._budgeted is not None
-            script = tide._budgeted._driver.scripts[0]
+            script = tide._budgeted._driver.following.scripts[0]
             row["pinned_bytes"] = tide._budgeted.summary().below_bytes
             row["swapped_bytes"] = script.swapped_bytes
             row["modes"] = list(tide._budgeted._driver.modes)

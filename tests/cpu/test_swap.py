@@ -173,7 +173,7 @@ def test_shapes_in_turn_have_a_plan_each() -> None:
         run(net, optimizer)
     assert same(net, plain)
     assert tide._budgeted is not None
-    assert len(tide._budgeted._driver.scripts) == 2
+    assert len(tide._budgeted._driver.following.scripts) == 2
     assert modes(tide)[-6:] == [Mode.PLANNED] * 6, tide.summary()
 
 
@@ -315,7 +315,7 @@ def test_the_peak_is_the_planned_one(budget: float, monkeypatch: pytest.MonkeyPa
         with _Meter() as meter:
             step()
         assert tide._budgeted is not None
-        plan = tide._budgeted._driver.scripts[0].plan
+        plan = tide._budgeted._driver.following.scripts[0].plan
         assert modes(tide)[-1] is Mode.PLANNED
     measured = meter.peak - before + stays - away
     assert plan.peak_bytes <= budget * plan.plain_peak_bytes

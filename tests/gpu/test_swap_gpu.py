@@ -25,7 +25,7 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> li
 
 def plan_of(tide: Tide) -> lowtide._ir.Plan:
     assert tide._budgeted is not None
-    return tide._budgeted._driver.scripts[0].plan
+    return tide._budgeted._driver.following.scripts[0].plan
 
 
 @pytest.mark.parametrize("late", ["nothing", "out", "back", "compute", "all"])

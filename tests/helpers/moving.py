@@ -88,7 +88,7 @@ def modes(tide: Tide) -> list[Mode]:
 
 def swaps(tide: Tide) -> int:
     assert tide._budgeted is not None
-    return sum(len(script.plan.swaps) for script in tide._budgeted._driver.scripts)
+    return sum(len(script.plan.swaps) for script in tide._budgeted._driver.following.scripts)
 
 
 def states_away(tide: Tide) -> list[Any]:

@@ -121,7 +121,7 @@ class Budgeted:
         with self._saved:
             self._driver.mark()
         on_cuda = self._device is not None and self._device.type == "cuda"
-        if on_cuda and self._driver.scripts and not self._follows_plan:
+        if on_cuda and self._driver.following.scripts and not self._follows_plan:
             self._follows_plan = True  # once: the peak of the steps before is not the plan's
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -131,12 +131,12 @@ class Budgeted:
         Until then they say little of the steps to come, and what is going to leave is taken for
         what stays: no time to lay anything out.
         """
-        return bool(self._driver.scripts) or self._driver.steps.total() >= _LONG_ENOUGH
+        return bool(self._driver.following.scripts) or self._driver.steps.total() >= _LONG_ENOUGH
 
     def summary(self) -> SwapSummary:
         """What was planned and what was seen."""
         self._look_at_peak()
-        scripts = self._driver.scripts
+        scripts = self._driver.following.scripts
         script = max(scripts, key=lambda script: len(script.seconds), default=None)
         seconds = sorted(script.seconds) if script is not None else []
         return SwapSummary(
@@ -277,7 +277,7 @@ class Budgeted:
             held = torch.cuda.memory_allocated(self._device)
         else:
             held = stays + sum(cell.bytes for cell in self._saved.cells() if cell.holds())
-        share = _KNOWN_SHARE if self._driver.scripts else _UNKNOWN_SHARE
+        share = _KNOWN_SHARE if self._driver.following.scripts else _UNKNOWN_SHARE
         return held > stays + share * (self._bytes - stays)
 
     def _plan(self, observed: Observed) -> Plan:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lowtide._ir import Plan
 from lowtide._runtime.swap.cell import Cell
+from lowtide._runtime.swap.follow import Codes, Follower
 from lowtide._runtime.swap.observe import Observer
 from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.saved import Handle
@@ -27,22 +28,17 @@ from lowtide._runtime.swap.script import (
     Act,
     Action,
     Observed,
-    Script,
     write_script,
 )
 from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
 
 _MOST_SCRIPTS = 8
-_MOST_FOLLOWED = 64
 _MOST_MODES = 1000
 _MANY = 10_000
 _LONGEST = 1_000_000  # events of a step
 _NEVER = 1 << 62
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
-
-
-Codes = tuple[int, ...]
 
 
 class Mode(StrEnum):
@@ -68,22 +64,15 @@ class Driver:
         self._tier = tier
         self._make_plan = plan
         self._short = short
-        self.scripts: list[Script] = []
-        self._script: Script | None = None
-        self._moved: frozenset[int] = frozenset()  # saves that some script moves
+        self.following = Follower(self._do)
         self._script_tier: Tier | None = None  # where to
         self._observer: Observer | None = None
         self.optimizers = Optimizers(tier, self._event, smallest, piece_bytes)
         self.steps: Counter[Mode] = Counter()  # so far
         self.modes: deque[Mode] = deque(maxlen=_MOST_MODES)  # of the last ones
         self._mode = Mode.CRUDE
-        self._codes: list[int] = []
-        self._last: list[Codes] = []  # the last three steps
-        self._followed: dict[tuple[Codes, ...], Codes] = {}
         self._packs = 0  # tensors saved in this step
         self._before = 0  # ... and in all steps before it
-        self._wanted: dict[int, Cell] = {}  # by the save, those that the script moves
-        self._late: list[Action] = []  # what could not be done in its time
         self._crude: list[Cell] = []
         self._strays: list[Observer] = []  # given up, and still on the stack of modes
         self._asked: list[float] = []  # when each event of an ordinary step came
@@ -103,8 +92,7 @@ class Driver:
         if self._observer is not None:
             self._observer.packed(handle, number)
         if self._mode is Mode.PLANNED:
-            if cell is not None and number in self._moved:
-                self._wanted[number] = cell
+            self.following.packed(number, cell)
         elif cell is not None and cell.handles == 1:
             self._crude.append(cell)
             if len(self._crude) % _MANY == 0:  # a loop without an end of steps
@@ -121,7 +109,7 @@ class Driver:
         """An optimizer is about to step."""
         if self._observer is not None:
             self._observer.stepping(optimizer)
-        script = self._script if self._mode is Mode.PLANNED else None
+        script = self.following.script if self._mode is Mode.PLANNED else None
         whole = script is not None and script.steps_whole
         if not self.optimizers.step(optimizer, args, whole=whole):
             self._unlearn()
@@ -140,7 +128,7 @@ class Driver:
     def mark(self) -> None:
         """The step is over."""
         now = time.perf_counter()
-        self._last = [*self._last[-2:], tuple(self._codes)]
+        codes = self.following.end()
         if self._observer is not None and not self._observer.can_finish():
             self._give_up()
         elif self._observer is not None:
@@ -151,11 +139,11 @@ class Driver:
                 self._begin()
                 raise
         elif self._mode is Mode.CRUDE:
-            self._ordinary = self._last[-1], (*self._asked, now - self._began)
+            self._ordinary = codes, (*self._asked, now - self._began)
         elif self._mode is Mode.PLANNED:
-            assert self._script is not None
-            if len(self._codes) == len(self._script.codes):
-                self._script.seconds.append(now - self._began)
+            script = self.following.script
+            if self.following.agrees and script is not None:
+                script.seconds.append(now - self._began)
             else:
                 self._mode = Mode.DEPARTED
         self._begin()
@@ -169,13 +157,13 @@ class Driver:
             self._give_up()
         self._pop_strays()
         self._mode = Mode.CRUDE
-        self._script = None
+        self.following.script = None
         self.optimizers.leave()
 
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
         self.optimizers.forget()
-        self._wanted.clear()
+        self.following.wanted.clear()
         self._crude.clear()
 
     # One step.
@@ -185,23 +173,15 @@ class Driver:
         self.steps[self._mode] += 1
         self._before += self._packs
         self._packs = 0
-        self._codes = []
         self._asked = []
-        self._wanted.clear()
-        self._late.clear()
         self._crude = [cell for cell in self._crude if cell.handles]
         self.optimizers.drop_orphans()
-        self._mode = Mode.PLANNED if self._script is not None else Mode.CRUDE
-        expected = self._expected()
-        known = next((script for script in self.scripts if script.codes == expected), None)
-        if known is not None:
-            self._script = known
-            self._mode = Mode.PLANNED
-        unknown = self._script is None or self.modes[-1] is Mode.DEPARTED
-        if expected is not None:
-            unknown = known is None
+        self.following.begin()
+        self._mode = Mode.PLANNED if self.following.agrees else Mode.CRUDE
+        unknown = self.following.is_unknown
         if unknown and self.steps.total() >= self._next_trace and self._can_trace():
             self._mode = Mode.TRACED
+            self.following.agrees = False
             self._observer = Observer()
             self._observer.begin()
             self._next_trace = self.steps.total() + self._patience
@@ -209,18 +189,9 @@ class Driver:
         self._began = time.perf_counter()
         self._event(BEGIN)
 
-    def _expected(self) -> Codes | None:
-        """What the next step will do: what followed when two steps were like the last two."""
-        if len(self._last) == 3:
-            *two, following = self._last
-            self._followed[tuple(two)] = following
-            if len(self._followed) > _MOST_FOLLOWED:
-                self._followed.clear()
-        return self._followed.get(tuple(self._last[-2:]))
-
     def _can_trace(self) -> bool:
         return (
-            len(self.scripts) < _MOST_SCRIPTS
+            len(self.following.scripts) < _MOST_SCRIPTS
             and not self._strays
             and Observer.can_begin()
             and not _is_capturing()
@@ -240,19 +211,20 @@ class Driver:
     def _event(self, code: int) -> None:
         if self._strays:
             self._pop_strays()
-        at = len(self._codes)
-        if at >= _LONGEST:  # nobody ends this step: it is none
-            self._codes.clear()
+        if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
+            self.following.codes.clear()
             self._asked.clear()
             self._crude = [cell for cell in self._crude if cell.handles]
-            at = 0
-        self._codes.append(code)
-        if self._mode is Mode.PLANNED and self._agrees(at, code):
-            assert self._script is not None
-            actions = self._script.actions[at]
-            if (actions or self._late) and not _is_capturing():
-                self._act(actions)
-            return
+        if self._mode is Mode.PLANNED:
+            actions = self.following.next(code)
+            if actions is not None:
+                if (actions or self.following.has_late()) and not _is_capturing():
+                    self._act(actions)
+                return
+            self._mode = Mode.DEPARTED
+            self._crude += self.following.wanted.values()
+        else:
+            self.following.codes.append(code)
         if self._observer is not None:
             self._observer.event(code)
         elif self._mode is Mode.CRUDE:
@@ -267,61 +239,33 @@ class Driver:
         if tier is not None:
             tier.pause()
         try:
-            if self._late:
-                self._try_late()
-            for action in actions:
-                self._do(action)
+            self.following.act(actions)
         finally:
             if tier is not None:
                 tier.resume()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: Action, waits: bool) -> bool:
         cell = self._cell(action.who)
         if cell is None:
-            return
+            return True
         if isinstance(cell, StateCell) and not self.optimizers.may_move(cell):
-            return
+            return True
         if action.act is Act.LEAVE:
             if not cell.alone():
-                self._late.append(action)
-            else:
-                cell.leave(action.at)
+                return False
+            cell.leave(action.at)
         elif action.act is Act.RELEASE:
-            if not cell.release() and any(late.who == action.who for late in self._late):
-                self._late.append(action)
+            return cell.release() or not waits
         else:
             with suppress(torch.OutOfMemoryError):  # who needs it asks again
                 cell.fetch()
+        return True
 
     def _cell(self, who: int) -> Cell | None:
         if who >= 0:
-            return self._wanted.get(who)
+            return self.following.wanted.get(who)
         cells = self.optimizers.cells
         return cells[-1 - who] if -1 - who < len(cells) else None
-
-    def _try_late(self) -> None:
-        actions, self._late = self._late, []
-        for action in actions:
-            self._do(action)
-
-    def _agrees(self, at: int, code: int) -> bool:
-        """Whether a script goes on like this: the one that is followed, or else another."""
-        script = self._script
-        assert script is not None
-        if at < len(script.codes) and script.codes[at] == code:
-            return True
-        for other in self.scripts:
-            if other.codes[: at + 1] == tuple(self._codes):
-                self._script = other
-                for actions in other.actions[:at]:
-                    for action in actions:
-                        if action.act is not Act.FETCH:
-                            self._do(action)
-                return True
-        self._mode = Mode.DEPARTED
-        self._late.clear()
-        self._crude += self._wanted.values()
-        return False
 
     def _relieve(self) -> None:
         """Everything that can leave does, at once."""
@@ -344,24 +288,20 @@ class Driver:
         tensors = self.optimizers.movable()
         observed = observer.finish([tensor for tensor, _, _ in tensors])
         self.optimizers.admit(tensors)
-        known = [script for script in self.scripts if script.codes == observed.codes]
-        self._script = known[0] if known else None
-        if known or not observed.trace.ops:
+        if self.following.know(observed.codes) or not observed.trace.ops:
             return
         codes, asked = self._ordinary
         if codes == observed.codes and len(asked) == len(codes) + 1:
             observed = replace(observed, asked=asked)
         script = write_script(observed, self._make_plan(observed))
-        self.scripts.append(script)
-        self._script = script
-        self._moved |= script.wanted
+        self.following.add(script)
         self._script_tier = self._tier(torch.device(observed.trace.device))
         if self._script_tier is not None:
-            self._script_tier.prepare(max(other.below_bytes for other in self.scripts))
+            self._script_tier.prepare(max(other.below_bytes for other in self.following.scripts))
 
     def _unlearn(self) -> None:
         """What was planned is about other tensors."""
-        self.scripts, self._script, self._moved = [], None, frozenset()
+        self.following.unlearn()
         if self._mode is Mode.PLANNED:
             self._mode = Mode.DEPARTED
 
