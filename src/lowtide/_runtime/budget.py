@@ -21,9 +21,11 @@ from lowtide._ir import Machine, Plan
 from lowtide._machine.host import available_bytes
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._machine.measure import machine_here
-from lowtide._policy.autoswap import autoswap
+from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.budget import parse_bytes
 from lowtide._policy.candidates import Reach
+from lowtide._policy.ground import Runtime
+from lowtide._policy.tide import tide
 from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
@@ -37,7 +39,8 @@ from lowtide._runtime.swap.saved import Saved
 from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
 
-POLICIES = ("autoswap", *DYNAMIC)
+TIDE = "tide"  # DELTA's driver, with plans
+POLICIES = (TIDE, "autoswap", *DYNAMIC)
 FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
 _SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
@@ -45,6 +48,8 @@ _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE = 64 << 20
 _PIECE = 512 << 20  # bytes of optimizer state that are stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
+_PLAN_SECONDS = 2.0  # of search for a better plan
+_SPARE = 0.01  # of the budget that a plan leaves
 _LONG_ENOUGH = 12  # steps without a plan
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
@@ -77,7 +82,7 @@ class Budgeted:
         self._tiers: dict[torch.device, Tier] = {}
         self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
         self._dynamic: Dynamic | None = None
-        if policy in DYNAMIC:
+        if policy in (TIDE, *DYNAMIC):
             if budget == FREE:
                 raise BadInput(f"policy {policy} needs a budget in bytes or as a share: give one")
             if self._device is None:
@@ -85,10 +90,11 @@ class Budgeted:
             self._dynamic = Dynamic(
                 self._device,
                 self._bytes,
-                policy,
+                "delta" if policy == TIDE else policy,
                 verify,
                 self._speed,
                 lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
+                self._plan_tide if policy == TIDE else None,
             )
         if self._dynamic is not None:
             self._saved = Saved(self._tier, self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
@@ -257,9 +263,9 @@ class Budgeted:
             self._undo.callback(handle.remove)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        stepper = self._driver if self._dynamic is None else self._dynamic.idle
+        driver = self._driver if self._dynamic is None else self._dynamic
         with self._saved:
-            stepper.stepped(optimizer)
+            driver.stepped(optimizer)
 
     def _is_short(self) -> bool:
         """Whether so much of what is not taken for good is in use that all that can leave should.
@@ -279,6 +285,31 @@ class Budgeted:
             held = stays + sum(cell.bytes for cell in self._saved.cells() if cell.holds())
         share = _KNOWN_SHARE if self._driver.following.scripts else _UNKNOWN_SHARE
         return held > stays + share * (self._bytes - stays)
+
+    def _plan_tide(self, observed: Observed) -> Plan | None:
+        """None: no plan was found that keeps the budget."""
+        assert self._dynamic is not None
+        assert self._bytes is not None
+        if self._machine is None:
+            self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
+        runtime = Runtime(
+            droppable=observed.droppable,
+            movable=observed.saves.keys(),
+            held=observed.held,
+            positions=tuple(sorted(set(observed.positions))),
+        )
+        try:
+            return tide(
+                observed.trace,
+                self._machine,
+                limit=int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin)),
+                seconds=_PLAN_SECONDS,
+                runtime=runtime,
+                smallest=_SMALLEST,
+                host_budget=self._host_budget or self._machine.host_bytes,
+            )
+        except CannotFit:
+            return None
 
     def _plan(self, observed: Observed) -> Plan:
         trace = observed.trace

@@ -102,6 +102,16 @@ class Book:
         """The value on a storage that `op` allocated."""
         return self._enter(tensor, before=False, first=op)
 
+    def alias(self, known: torch.Tensor, other: torch.Tensor) -> None:
+        """What lies in the storage of `other` is, from now on, the value that `known` shows."""
+        live = self._live.get(known.untyped_storage()._cdata) if has_storage(known) else None
+        if live is None or not has_storage(other) or self.is_known(other):
+            return
+        storage = other.untyped_storage()
+        key = storage._cdata
+        watch = weakref.ref(storage, lambda _: self._die(key))
+        self._live[key] = _Live(live.value, version_of(other), watch)
+
     def storage_of(self, tensor: torch.Tensor) -> int:
         """The number of the storage of `tensor`, entering it if need be.
 

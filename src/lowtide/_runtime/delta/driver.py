@@ -11,12 +11,14 @@ from torch._ops import OpOverload
 from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
+from lowtide._ir import Plan
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
+from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.replay import Replayer, generator_of
@@ -26,6 +28,7 @@ from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
 
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
@@ -47,6 +50,7 @@ class Dynamic:
         verify: str,
         speed: Callable[[], float],
         idle: Callable[[Keeper], IdleState],
+        plan: Callable[[Observed], Plan | None] | None = None,
     ) -> None:
         self.digests = verify == "always"
         self.ledger = Ledger(device)
@@ -64,6 +68,7 @@ class Dynamic:
         self.idle = idle(self)
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
+        self.planned = None if plan is None else Planned(self.room, plan)
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
         self.has_trained = False
@@ -116,6 +121,8 @@ class Dynamic:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
         self._pop()
+        if self.planned is not None:
+            self.planned.stop()
         self.idle.leave()
 
     def forget(self) -> None:
@@ -128,12 +135,16 @@ class Dynamic:
 
     def mark(self) -> None:
         """The step is over."""
+        if self.planned is not None:
+            self._end_planned(self.planned)
         self._costs.collect()
         self.steps += 1
         if self._mode is None:
             self._look_again()
         else:
             self._look()
+        if self.planned is not None:
+            self.planned.begin(self._saves)
         self._saves = self._saved_bytes = 0
         self.room.cells = [cell for cell in self.room.cells if cell.wanted()]
         self.room.forget_order()
@@ -145,6 +156,40 @@ class Dynamic:
         self._largest = 0
         if self._mode is not None:
             self.idle.mark()
+            if self.planned is not None:
+                self._begin_planned(self.planned)
+
+    def _end_planned(self, planned: Planned) -> None:
+        """What was traced was traced below this mode, which leaves for a moment."""
+        planned.end()
+        if planned.observer is None:
+            return
+        on_top = self._mode is not None and self._mode.is_on_top()
+        if on_top:
+            self._leave()
+        try:
+            planned.learn()
+        finally:
+            if on_top:
+                self._enter()
+
+    def _begin_planned(self, planned: Planned) -> None:
+        mode = self._mode
+        if self.room.budget is not None and mode is not None and mode.is_on_top():
+            self._leave()
+            if planned.wants_trace():
+                planned.trace()
+            self._enter()
+        planned.begun()
+
+    def _leave(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.leave()
+
+    def _enter(self) -> None:
+        self._mode = SeeingMode(self.see)
+        self._mode.begin()
 
     def _look(self) -> None:
         """A step that was watched: is that worth its while?"""
@@ -183,16 +228,23 @@ class Dynamic:
 
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
-        handle.number = self._saves
+        number = self._saves
         self._saves += 1
         cell = handle.cell
-        if not isinstance(cell, DeltaCell) or cell.handles != 1:
-            return
-        self._saved_bytes += cell.bytes
-        if self._mode is None:
-            self._guess()
-        elif cell.value is not None and cell.value.call is not None:
-            self.trust.consider(cell.value, handle.number)
+        if isinstance(cell, DeltaCell) and cell.handles == 1:
+            self._saved_bytes += cell.bytes
+            if self._mode is None:
+                self._guess()
+            elif cell.value is not None and cell.value.call is not None:
+                self.trust.consider(cell.value, number)
+        if self.planned is not None:
+            self._tell(self.planned, handle, number)
+
+    def _tell(self, planned: Planned, handle: Handle, number: int) -> None:
+        cell, able = handle.cell, False
+        if planned.observer is not None and isinstance(cell, DeltaCell) and cell.value is not None:
+            able = self.trust.reliable(cell.value) is not None
+        planned.packed(handle, number, can_drop=able)
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
@@ -204,10 +256,14 @@ class Dynamic:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
+        if self.planned is not None:
+            self.planned.unpacking(handle)
         cell = handle.cell
         if not isinstance(cell, DeltaCell):
             return
         cell.last = self.ledger.now
+        if self.planned is not None and self.planned.following.agrees:
+            return
         at = self._at.get(id(cell))
         if at is None or self.room.budget is None or self.room.policy == PUBLISHED:
             return
@@ -217,8 +273,21 @@ class Dynamic:
                     return
                 other.fetch()
 
+    def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Backward gets it."""
+        if self.planned is not None:
+            self.planned.unpacked(handle, tensor)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        self.idle.stepped(optimizer)
+        if self.planned is not None:
+            self.planned.stepped(optimizer)
+
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
+        if self.planned is not None:
+            self.planned.stepping(optimizer)
         self.idle.stepping(optimizer, args, self.room.has)
 
     # One op.

@@ -43,8 +43,12 @@ class SeeingMode(TorchDispatchMode):
         """Onto the stack of modes. Only where it is calm."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
+    def is_on_top(self) -> bool:
+        """Whether it could leave the stack now."""
+        return is_calm() and _get_current_dispatch_mode() is self
+
     def leave(self) -> None:
         """See nothing any more; off the stack, if this is the moment to leave it."""
         self._see = None
-        if is_calm() and _get_current_dispatch_mode() is self:
+        if self.is_on_top():
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -230,9 +230,27 @@ class Room:
         if drop is None or (not drop and self._swap(cell)):
             return
         if recipe is not None:
-            cell.forgo(recipe.sources)
-            self.counts["dropped"] += 1
-            self.counts["dropped bytes"] += cell.bytes
+            self._forgo(cell, recipe)
+
+    def drop(self, cell: DeltaCell) -> None:
+        """Drop it, if it can be made again."""
+        recipe = self.recipe_of(cell.value) if cell.value is not None else None
+        if recipe is not None:
+            with self.lock:
+                self._forgo(cell, recipe)
+
+    def let_leave(self, cell: DeltaCell) -> bool:
+        """Its copy below is made, or waited for: its bytes go. False: it stays."""
+        if not cell.release():
+            return False
+        self.counts["swapped"] += 1
+        self.counts["swapped bytes"] += cell.bytes
+        return True
+
+    def _forgo(self, cell: DeltaCell, recipe: Recipe) -> None:
+        cell.forgo(recipe.sources)
+        self.counts["dropped"] += 1
+        self.counts["dropped bytes"] += cell.bytes
 
     def _drops(self, cell: DeltaCell, recipe: Recipe | None) -> bool | None:
         copy = cell.bytes / self._rate()
@@ -249,11 +267,7 @@ class Room:
             return False
         copy = cell.bytes / self._rate()
         self._out_free_at = max(time.perf_counter(), self._out_free_at) + copy
-        if not cell.release():
-            return False
-        self.counts["swapped"] += 1
-        self.counts["swapped bytes"] += cell.bytes
-        return True
+        return self.let_leave(cell)
 
     def know_speed(self) -> None:
         """Of copies, before there is a need."""

@@ -102,8 +102,11 @@ class Driver:
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one."""
         self._event(ASKED + handle.number - self._before)
+
+    def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """It gets it."""
         if self._observer is not None:
-            self._observer.unpacking(handle)
+            self._observer.unpacked(handle, tensor)
 
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""

@@ -28,6 +28,7 @@ class Observer:
         self._positions: list[int] = []
         self._saves: dict[int, int] = {}  # the recorder's value -> the first save
         self._cells: dict[int, Cell] = {}  # those that somebody else refers to, too
+        self._droppable: set[int] = set()
         self._alone: dict[int, int] = {}  # the recorder's value -> from where on it is alone
 
     @staticmethod
@@ -79,9 +80,14 @@ class Observer:
                 self._saves[value] = number
                 self._cells[value] = handle.cell
 
-    def unpacking(self, handle: Handle) -> None:
-        """Backward asks for it."""
-        self._recorder.saves.note_unpack(handle.entry, handle.tensor)
+    def can_drop(self, number: int) -> None:
+        """What was saved as the `number`-th can be made again."""
+        self._droppable.add(number)
+
+    def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Backward gets it, over other bytes perhaps."""
+        self._recorder.book.alias(handle.tensor, tensor)
+        self._recorder.saves.note_unpack(handle.entry, tensor)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -103,6 +109,9 @@ class Observer:
             saves={new[old]: number for old, number in self._saves.items() if old in new},
             states={new[old]: i for old, i in numbers.items() if old in new},
             held={new[old]: OpIndex(at) for old, at in self._alone.items() if old in new},
+            droppable=frozenset(
+                new[old] for old, at in self._saves.items() if old in new and at in self._droppable
+            ),
         )
 
     def stop(self) -> None:

@@ -27,6 +27,9 @@ class Watcher(Protocol):
     def unpacking(self, handle: "Handle") -> None:
         """Backward asks for it."""
 
+    def unpacked(self, handle: "Handle", tensor: torch.Tensor) -> None:
+        """Backward gets it, as `tensor`."""
+
 
 class Handle:
     """What PyTorch keeps in place of a saved tensor."""
@@ -146,11 +149,16 @@ class Saved:
         check_version(handle.tensor, handle.version, handle.origin)
         with self:
             self._watcher.unpacking(handle)
-            original = None if handle.original is None else handle.original()
-            if handle.cell is None:
-                return handle.tensor if original is None else original
-            handle.cell.have()
-            return handle.cell.shown(handle.tensor) if original is None else original
+            tensor = self._unpacked(handle)
+            self._watcher.unpacked(handle, tensor)
+            return tensor
+
+    def _unpacked(self, handle: Handle) -> torch.Tensor:
+        original = None if handle.original is None else handle.original()
+        if handle.cell is None:
+            return handle.tensor if original is None else original
+        handle.cell.have()
+        return handle.cell.shown(handle.tensor) if original is None else original
 
     def let_go(self, cell: Cell) -> None:
         """A handle is gone."""

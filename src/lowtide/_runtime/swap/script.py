@@ -5,17 +5,19 @@ for one, an optimizer is about to step. Each has a code, so that a step can be c
 one that was planned, and a position: the number of ops that had started in the planned one.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from lowtide._analyze.access import accesses
 from lowtide._analyze.load import load_curve
-from lowtide._ir import OpIndex, Phase, Plan, Swap, Trace, ValueId
+from lowtide._ir import Drop, OpIndex, Phase, Plan, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
+from lowtide._simulate.remade import remade
 
 BEGIN = -1  # the code of a step's first event
 ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was saved
@@ -28,8 +30,9 @@ class Act(IntEnum):
     """In the order in which acts of one event are done."""
 
     LEAVE = 0
-    RELEASE = 1
-    FETCH = 2
+    DROP = 1
+    RELEASE = 2
+    FETCH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Observed:
     saves: Mapping[ValueId, int]  # the number of the first save
     states: Mapping[ValueId, int]
     held: Mapping[ValueId, OpIndex]  # from which position nobody else refers to it
+    droppable: frozenset[ValueId] = frozenset()  # those that can be made again
     asked: tuple[float, ...] = ()  # when each event, and the end, came in an ordinary step
 
 
@@ -71,10 +75,15 @@ class Script:
 
 
 def write_script(observed: Observed, plan: Plan) -> Script:
-    """Tie each swap's positions to events."""
+    """Tie each swap's positions to events, and each drop's."""
+    found: list[list[Action]] = [[] for _ in observed.codes]
+    dropped = _write_drops(observed, plan, found)
+    if plan.remakes:  # swaps are of the step with its reruns in it
+        step = remade(observed.trace, plan.remakes)
+        positions = tuple(OpIndex(step.position(at)) for at in observed.positions)
+        observed = replace(observed, trace=step.trace, positions=positions)
     count = len(observed.trace.ops)
     places, below = _places(observed, plan.swaps)
-    found: list[list[Action]] = [[] for _ in observed.codes]
 
     def event(position: int) -> int:
         at = bisect_left(observed.positions, position % count)
@@ -90,12 +99,34 @@ def write_script(observed: Observed, plan: Plan) -> Script:
     return Script(
         codes=observed.codes,
         actions=[_in_order(actions) for actions in found],
-        wanted=frozenset(who for swap in plan.swaps if (who := _who(observed, swap.value)) >= 0),
+        wanted=dropped | {who for s in plan.swaps if (who := _who(observed, s.value)) >= 0},
         below_bytes=below,
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
         steps_whole=_steps_whole(observed, plan),
         plan=plan,
     )
+
+
+def _write_drops(observed: Observed, plan: Plan, found: Sequence[list[Action]]) -> frozenset[int]:
+    """At the last event in time, unless it is used after that: then at the next one.
+
+    What is made again is made when it is asked for.
+    """
+    uses = [sorted(touched) for touched in accesses(observed.trace)]
+    dropped = set()
+    for drop in plan.remakes:
+        if not isinstance(drop, Drop) or drop.value not in observed.saves:
+            continue
+        touched = uses[drop.value]
+        last = touched[max(0, bisect_left(touched, drop.before) - 1)]
+        at = bisect_right(observed.positions, drop.before) - 1
+        if at < 0 or observed.positions[at] <= last:
+            at += 1
+        if at < len(found):
+            who = observed.saves[drop.value]
+            found[at].append(Action(Act.DROP, who))
+            dropped.add(who)
+    return frozenset(dropped)
 
 
 def _steps_whole(observed: Observed, plan: Plan) -> bool:
@@ -119,7 +150,7 @@ def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Bytes are released from the last copy to the first: who waits for it waits only once."""
     releases = [action for action in actions if action.act is Act.RELEASE]
     return (
-        *(action for action in actions if action.act is Act.LEAVE),
+        *(action for action in actions if action.act in (Act.LEAVE, Act.DROP)),
         *reversed(releases),
         *(action for action in actions if action.act is Act.FETCH),
     )

@@ -1,0 +1,185 @@
+"""What is known of a step, used: one is traced, and those like it go by its plan.
+
+The plan says at which event which value is dropped, leaves or comes back. It is a guess about a
+step that has not happened: room is made for every op as ever, so a plan that is off costs time and
+nothing else, and a step that departs from it goes on as one that was never planned.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from enum import StrEnum
+
+import torch
+from torch.optim import Optimizer
+
+from lowtide._ir import Plan
+from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.room import Room
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.follow import Follower
+from lowtide._runtime.swap.observe import Observer
+from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.script import ASKED, BEGIN, STEPPING, Act, Action, Observed, write_script
+
+_MOST_SCRIPTS = 8
+_MOST_MODES = 1000
+_PATIENCE = 2  # steps after a traced one before another may be; doubles each time
+_FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
+
+
+class Mode(StrEnum):
+    """How a step ran."""
+
+    DYNAMIC = "dynamic"  # no plan: values leave when there is no room
+    TRACED = "traced"  # the same, and recorded
+    PLANNED = "planned"
+    DEPARTED = "departed"  # planned up to where it did something else, then dynamic
+
+
+class Planned:
+    """Told of every event of steps that are seen op by op."""
+
+    def __init__(self, room: Room, plan: Callable[[Observed], Plan | None]) -> None:
+        self._room = room
+        self._plan = plan
+        self.following = Follower(self._do)
+        self.observer: Observer | None = None
+        self._stray: Observer | None = None  # given up, and still on the stack of modes
+        self.mode = Mode.DYNAMIC
+        self.modes: deque[Mode] = deque(maxlen=_MOST_MODES)
+        self.steps: Counter[Mode] = Counter()
+        self._next_trace = _FIRST
+        self._patience = _PATIENCE
+        self._before = 0  # tensors saved in all steps before this one
+
+    # Its life: the dispatch mode that sees ops is off meanwhile.
+
+    def wants_trace(self) -> bool:
+        """Whether the step that begins should be traced."""
+        return (
+            self.following.is_unknown
+            and self.steps.total() >= self._next_trace
+            and len(self.following.scripts) < _MOST_SCRIPTS
+            and self._stray is None
+            and Observer.can_begin()
+        )
+
+    def trace(self) -> None:
+        """Trace the step that begins."""
+        self._next_trace = self.steps.total() + self._patience
+        self._patience *= 2
+        self.mode = Mode.TRACED
+        self.following.agrees = False
+        self.observer = Observer()
+        self.observer.begin()
+
+    def learn(self) -> None:
+        """The traced step has ended: plan those like it."""
+        observer, self.observer = self.observer, None
+        assert observer is not None
+        if not observer.can_finish():
+            observer.abandon()
+            self._stray = observer
+            return
+        observed = observer.finish([])
+        if self.following.know(observed.codes) or not observed.trace.ops:
+            return
+        plan = self._plan(observed)
+        if plan is not None:
+            self.following.add(write_script(observed, plan))
+
+    def stop(self) -> None:
+        """Nothing is recorded or planned any more."""
+        observer, self.observer = self.observer or self._stray, None
+        if observer is not None and observer.can_finish():
+            if observer is self._stray:
+                observer.pop()
+            else:
+                observer.stop()
+        elif observer is not None:
+            observer.abandon()
+        self._stray = None
+        self.following.unlearn()
+        self.following.wanted.clear()
+
+    # What happens in a step.
+
+    def begin(self, saves: int) -> None:
+        """A step has ended, in which so many tensors were saved, and another begins."""
+        self.modes.append(self.mode)
+        self.steps[self.mode] += 1
+        self._before += saves
+        self.following.begin()
+        self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
+
+    def end(self) -> None:
+        """A step has ended."""
+        self.following.end()
+        if self.following.departed and self.mode is Mode.PLANNED:
+            self.mode = Mode.DEPARTED
+
+    def begun(self) -> None:
+        """The step that begins has begun, and is seen."""
+        self._event(BEGIN)
+
+    def packed(self, handle: Handle, number: int, *, can_drop: bool) -> None:
+        """A tensor was saved, as the `number`-th of this step."""
+        handle.number = self._before + number
+        if self.observer is not None:
+            self.observer.packed(handle, number)
+            if can_drop:
+                self.observer.can_drop(number)
+        self.following.packed(number, handle.cell)
+        self._event(handle.bytes)
+
+    def unpacking(self, handle: Handle) -> None:
+        """Backward asks for one."""
+        self._event(ASKED + handle.number - self._before)
+
+    def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """It gets it."""
+        if self.observer is not None:
+            self.observer.unpacked(handle, tensor)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        if self.observer is not None:
+            self.observer.stepping(optimizer)
+        self._event(STEPPING)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        if self.observer is not None:
+            self.observer.stepped(optimizer)
+
+    def _event(self, code: int) -> None:
+        if self.mode is not Mode.PLANNED:
+            self.following.codes.append(code)
+            if self.observer is not None:
+                self.observer.event(code)
+            return
+        actions = self.following.next(code)
+        if actions is None:
+            self.mode = Mode.DEPARTED
+        elif actions or self.following.has_late():
+            self.following.act(actions)
+
+    def _do(self, action: Action, waits: bool) -> bool:
+        cell = self.following.wanted.get(action.who)
+        if not isinstance(cell, DeltaCell):
+            return True
+        if action.act is Act.FETCH:
+            if cell.state is State.AWAY and self._room.has(cell.bytes):
+                cell.fetch()
+            return True
+        if action.act is Act.RELEASE:
+            return cell.state is not State.LEAVING or self._room.let_leave(cell) or not waits
+        if cell.state is not State.HERE or not cell.handles:
+            return True
+        if not cell.can_go() or not cell.alone():
+            return False
+        if action.act is Act.DROP:
+            self._room.drop(cell)
+        else:
+            cell.leave()
+        return True
