@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from moving import everything
+from moving import everything, same_machine
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lowtide._ir import Machine
-from lowtide._machine.link import line
 from lowtide._runtime import budget as budgeting
 
 
@@ -22,9 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything is worth moving, and the machine is always the same."""
     monkeypatch.setattr(budgeting, "_SMALLEST", 256)
     monkeypatch.setattr(budgeting, "_PIECE", 4096)
-    link = line(1e-6, 1e9)
-    here = Machine("test", 1 << 40, 1 << 40, link, link)
-    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: here)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
     before = _open_files()
     yield
     gc.collect()

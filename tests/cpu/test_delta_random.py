@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from moving import same_machine
 from tight import Job, Run, find_difference, run, run_away
 from torch import nn
 from torch.nn import functional as F
 
 from lowtide._errors import OutOfBudget
+from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import room
 
 STEPS = 3
@@ -215,18 +217,18 @@ def outcome(train: Callable[[], Run]) -> Run | str:
         return "refused"
 
 
-def check(program: str, share: float, spare: int = SPARE, **how: str) -> None:
+def check(program: str, share: float, spare: int = SPARE, steps: int = STEPS, **how: str) -> None:
     """Trained bit for bit and within the budget, or refused as it is plainly."""
 
     def train(budget: int | None = None) -> Run | str:
-        return outcome(lambda: run(lambda: build(program), STEPS, budget, **how))
+        return outcome(lambda: run(lambda: build(program), steps, budget, **how))
 
     plain = train()
     if isinstance(plain, str):
         with suppress(OutOfBudget):  # it may need more
             assert train(1 << 20) == plain
         return
-    least, most = max(run_away(lambda: build(program), STEPS).peaks), max(plain.peaks)
+    least, most = max(run_away(lambda: build(program), steps).peaks), max(plain.peaks)
     budget = int(least + max(spare, share * (most - least)))
     ours = train(budget)
     assert isinstance(ours, Run), ours
@@ -275,3 +277,13 @@ def test_so_they_do_by_dtr_if_it_can(program: str, share: float) -> None:
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_by_the_published_policy(program: str, share: float) -> None:
     check(program, share, policy="delta-as-published")
+
+
+@settings(_with, max_examples=60)
+@given(program=programs, share=st.floats(0.1, 1))
+def test_so_they_do_by_plan(program: str, share: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgeting, "_SMALLEST", 1 << 14)
+        patch.setattr(budgeting, "_PLAN_SECONDS", 0.05)
+        patch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
+        check(program, share, SPARE + SOME, steps=6, policy="tide")

@@ -8,6 +8,7 @@ from torch import nn
 
 from lowtide._analyze.load import find_peak
 from lowtide._ir import Machine, Plan, Trace
+from lowtide._machine.link import line
 from lowtide._policy.candidates import candidates, make_grid
 from lowtide._policy.schedule import schedule
 from lowtide._runtime.fit import Tide
@@ -94,3 +95,9 @@ def swaps(tide: Tide) -> int:
 def states_away(tide: Tide) -> list[Any]:
     assert tide._budgeted is not None
     return [s for s in tide._budgeted._driver.optimizers.cells if s.state is State.AWAY]
+
+
+def same_machine() -> Machine:
+    """On which copies take the same on every run."""
+    link = line(1e-6, 1e9)
+    return Machine("test", 1 << 40, 1 << 40, link, link)

@@ -1,15 +1,19 @@
-"""What the dynamic driver did, in words."""
+"""What the dynamic driver did, with plans or without, in words."""
 
 from dataclasses import dataclass
 
+from lowtide._ir import Plan, Rerun
 from lowtide._units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSummary:
-    """A run under a budget so far, without a plan."""
+    """A run under a budget so far."""
 
     policy: str
+    modes: str  # how steps ran, where there may be plans
+    plan: Plan | None
+    seconds: float  # of a planned step
     budget_bytes: int | None
     steps: int
     peak_bytes: int
@@ -33,11 +37,14 @@ def render_delta(summary: DeltaSummary) -> str:
     """A few lines."""
     if not summary.steps or summary.budget_bytes is None:
         return f"budget: {summary.policy}, no step yet"
+    modes = f": {summary.modes}" if summary.modes else ""
     lines = [
-        f"budget: {summary.policy}, {summary.steps} steps",
+        f"budget: {summary.policy}, {summary.steps} steps{modes}",
+        *_planned(summary.plan),
         f"measured  peak {format_bytes(summary.peak_bytes)} of "
         f"{format_bytes(summary.budget_bytes)}; plain would hold "
-        f"{format_bytes(summary.plain_peak_bytes)}",
+        f"{format_bytes(summary.plain_peak_bytes)}"
+        + (f"; step {format_seconds(summary.seconds)}" if summary.seconds else ""),
         f"{summary.dropped} storages of {format_bytes(summary.dropped_bytes)} dropped, "
         f"{summary.swapped} of {format_bytes(summary.swapped_bytes)} swapped",
         f"{summary.replayed_ops} ops run again, of some "
@@ -55,3 +62,14 @@ def render_delta(summary: DeltaSummary) -> str:
             "computed in another way, with other last bits; give a larger budget"
         )
     return "\n".join(lines)
+
+
+def _planned(plan: Plan | None) -> list[str]:
+    if plan is None:
+        return []
+    reruns = sum(isinstance(one, Rerun) for one in plan.remakes)
+    return [
+        f"planned   peak {format_bytes(plan.peak_bytes)}, plain "
+        f"{format_bytes(plan.plain_peak_bytes)}; step {format_seconds(plan.seconds)}, plain "
+        f"{format_seconds(plan.plain_seconds)}; {len(plan.swaps)} swaps, {reruns} ops run again"
+    ]

@@ -1,9 +1,10 @@
 """A training loop under a budget of bytes: hooks, tiers, policy and driver put together."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 from weakref import WeakSet
 
@@ -31,8 +32,12 @@ from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.idle import IdleState
-from lowtide._runtime.swap.driver import Driver, modes_in_words
+from lowtide._runtime.delta.planned import Mode as PlannedMode
+from lowtide._runtime.delta.planned import Planned
+from lowtide._runtime.swap.driver import Driver
+from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.follow import in_words
 from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.saved import Saved
@@ -68,6 +73,7 @@ class Budgeted:
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         undo: ExitStack,
+        tell: Callable[[str], None],
     ) -> None:
         self._budget = budget
         self._bytes: int | None = None
@@ -94,7 +100,7 @@ class Budgeted:
                 verify,
                 self._speed,
                 lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
-                self._plan_tide if policy == TIDE else None,
+                Planned(self._plan_tide, tell) if policy == TIDE else None,
             )
         if self._dynamic is not None:
             self._saved = Saved(self._tier, self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
@@ -147,7 +153,7 @@ class Budgeted:
         seconds = sorted(script.seconds) if script is not None else []
         return SwapSummary(
             budget_bytes=self._bytes,
-            steps=modes_in_words(self._driver.steps),
+            steps=in_words(self._driver.steps, SwapMode),
             plan=script.plan if script is not None else None,
             swapped_bytes=script.swapped_bytes if script is not None else 0,
             measured_peak_bytes=self._measured_peak,
@@ -161,8 +167,13 @@ class Budgeted:
         if dynamic is None:
             return None
         counts = dynamic.room.counts
+        planned = dynamic.planned
+        script = None if planned is None else planned.main_script()
         return DeltaSummary(
-            policy=dynamic.room.policy,
+            policy=dynamic.room.policy if planned is None else TIDE,
+            modes="" if planned is None else in_words(planned.steps, PlannedMode),
+            plan=None if script is None else script.plan,
+            seconds=0.0 if script is None else median(script.seconds or (0.0,)),
             budget_bytes=self._bytes,
             steps=dynamic.steps,
             peak_bytes=max(dynamic.peaks, default=0),

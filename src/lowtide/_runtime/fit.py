@@ -138,6 +138,7 @@ class Tide:
                     model=self._model,
                     optimizers=self._optimizers,
                     undo=undo,
+                    tell=self._tell,
                 )
             Marks(self._model, self._optimizers, self._mark, undo)
             self._undo = undo.pop_all()

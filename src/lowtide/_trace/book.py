@@ -13,6 +13,7 @@ Rules, which the rest of the recorder relies on:
 
 import gc
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,7 @@ class Book:
         self.started = 0
         self._live: dict[int, _Live] = {}
         self._storages = 0
+        self._others: Counter[int] = Counter()  # by value: storages it lies in besides
 
     def admit_existing(self) -> None:
         """Enter every tensor Python can reach; the step may never touch some, yet they are held."""
@@ -111,6 +113,7 @@ class Book:
         key = storage._cdata
         watch = weakref.ref(storage, lambda _: self._die(key))
         self._live[key] = _Live(live.value, version_of(other), watch)
+        self._others[live.value] += 1
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """The number of the storage of `tensor`, entering it if need be.
@@ -171,7 +174,11 @@ class Book:
 
     def _die(self, key: int) -> None:
         live = self._live.pop(key, None)
-        if live is not None:
+        if live is None:
+            return
+        if self._others[live.value]:
+            self._others[live.value] -= 1  # it lives on, elsewhere
+        else:
             self._end(live.value)  # Rule 2
 
 

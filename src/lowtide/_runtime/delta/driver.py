@@ -11,7 +11,6 @@ from torch._ops import OpOverload
 from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
-from lowtide._ir import Plan
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
@@ -28,7 +27,6 @@ from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
-from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
 
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
@@ -50,7 +48,7 @@ class Dynamic:
         verify: str,
         speed: Callable[[], float],
         idle: Callable[[Keeper], IdleState],
-        plan: Callable[[Observed], Plan | None] | None = None,
+        planned: Planned | None = None,
     ) -> None:
         self.digests = verify == "always"
         self.ledger = Ledger(device)
@@ -68,7 +66,9 @@ class Dynamic:
         self.idle = idle(self)
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
-        self.planned = None if plan is None else Planned(self.room, plan)
+        self.planned = planned
+        if planned is not None:
+            planned.room = self.room
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
         self.has_trained = False

@@ -5,6 +5,7 @@ step that has not happened: room is made for every op as ever, so a plan that is
 nothing else, and a step that departs from it goes on as one that was never planned.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import StrEnum
@@ -19,11 +20,21 @@ from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.observe import Observer
 from lowtide._runtime.swap.saved import Handle
-from lowtide._runtime.swap.script import ASKED, BEGIN, STEPPING, Act, Action, Observed, write_script
+from lowtide._runtime.swap.script import (
+    ASKED,
+    BEGIN,
+    STEPPING,
+    Act,
+    Action,
+    Observed,
+    Script,
+    write_script,
+)
 
 _MOST_SCRIPTS = 8
 _MOST_MODES = 1000
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
+_NEVER = 1 << 62
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -39,9 +50,14 @@ class Mode(StrEnum):
 class Planned:
     """Told of every event of steps that are seen op by op."""
 
-    def __init__(self, room: Room, plan: Callable[[Observed], Plan | None]) -> None:
-        self._room = room
+    room: Room
+
+    def __init__(
+        self, plan: Callable[[Observed], Plan | None], tell: Callable[[str], None]
+    ) -> None:
         self._plan = plan
+        self._tell = tell
+        self._began = time.perf_counter()
         self.following = Follower(self._do)
         self.observer: Observer | None = None
         self._stray: Observer | None = None  # given up, and still on the stack of modes
@@ -81,12 +97,17 @@ class Planned:
             observer.abandon()
             self._stray = observer
             return
-        observed = observer.finish([])
-        if self.following.know(observed.codes) or not observed.trace.ops:
-            return
-        plan = self._plan(observed)
-        if plan is not None:
-            self.following.add(write_script(observed, plan))
+        try:
+            observed = observer.finish([])
+            if self.following.know(observed.codes) or not observed.trace.ops:
+                return
+            plan = self._plan(observed)
+            if plan is not None:
+                self.following.add(write_script(observed, plan))
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self._next_trace = _NEVER
+            what = f"{type(error).__name__}: {error}"
+            self._tell(f"planning failed ({what}), please report it; steps go on without a plan")
 
     def stop(self) -> None:
         """Nothing is recorded or planned any more."""
@@ -99,7 +120,9 @@ class Planned:
         elif observer is not None:
             observer.abandon()
         self._stray = None
-        self.following.unlearn()
+        self.mode = Mode.DYNAMIC
+        self.following.script = None
+        self.following.agrees = False
         self.following.wanted.clear()
 
     # What happens in a step.
@@ -109,14 +132,23 @@ class Planned:
         self.modes.append(self.mode)
         self.steps[self.mode] += 1
         self._before += saves
+        self._began = time.perf_counter()
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
 
     def end(self) -> None:
         """A step has ended."""
         self.following.end()
-        if self.following.departed and self.mode is Mode.PLANNED:
+        if self.mode is not Mode.PLANNED:
+            return
+        if self.following.departed:
             self.mode = Mode.DEPARTED
+        elif self.following.script is not None:
+            self.following.script.seconds.append(time.perf_counter() - self._began)
+
+    def main_script(self) -> Script | None:
+        """The one that was followed most."""
+        return max(self.following.scripts, key=lambda one: len(one.seconds), default=None)
 
     def begun(self) -> None:
         """The step that begins has begun, and is seen."""
@@ -169,17 +201,17 @@ class Planned:
         if not isinstance(cell, DeltaCell):
             return True
         if action.act is Act.FETCH:
-            if cell.state is State.AWAY and self._room.has(cell.bytes):
+            if cell.state is State.AWAY and self.room.has(cell.bytes):
                 cell.fetch()
             return True
         if action.act is Act.RELEASE:
-            return cell.state is not State.LEAVING or self._room.let_leave(cell) or not waits
+            return cell.state is not State.LEAVING or self.room.let_leave(cell) or not waits
         if cell.state is not State.HERE or not cell.handles:
             return True
         if not cell.can_go() or not cell.alone():
             return False
         if action.act is Act.DROP:
-            self._room.drop(cell)
+            self.room.drop(cell)
         else:
             cell.leave()
         return True

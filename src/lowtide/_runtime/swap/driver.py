@@ -8,7 +8,7 @@ nothing is lost.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
@@ -312,8 +312,3 @@ class Driver:
 def _is_capturing() -> bool:
     """Whether a CUDA graph is: nothing may be copied then that is not part of it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def modes_in_words(steps: Mapping[Mode, int]) -> str:
-    """For example "1 crude, 1 traced, 18 planned"."""
-    return ", ".join(f"{steps[mode]} {mode}" for mode in Mode if steps[mode])

@@ -5,7 +5,9 @@ followed when two steps were like the last two. Otherwise the last plan is tried
 step departs from it another one that has begun like this step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import TypeVar
 
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.script import Act, Action, Script
@@ -13,6 +15,7 @@ from lowtide._runtime.swap.script import Act, Action, Script
 _MOST_FOLLOWED = 64
 
 Codes = tuple[int, ...]
+Mode = TypeVar("Mode", bound=StrEnum)
 
 
 class Follower:
@@ -131,3 +134,8 @@ class Follower:
                 return True
         self.depart()
         return False
+
+
+def in_words(steps: Mapping[Mode, int], modes: Iterable[Mode]) -> str:
+    """For example "1 crude, 1 traced, 18 planned"."""
+    return ", ".join(f"{steps[mode]} {mode}" for mode in modes if steps[mode])

@@ -1,0 +1,218 @@
+"""`lowtide.fit` by policy "tide": the steps of twelve jobs, planned, on the CPU."""
+
+import gc
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from moving import same_machine
+from tight import JOBS, Job, Run, bits_of, find_difference, holding_nothing, run, state_of
+from torch import nn
+from torch.nn import functional as F
+from untouched import untouched
+
+import lowtide
+from lowtide._errors import LowtideWarning
+from lowtide._ir import Rerun
+from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.planned import Mode, Planned
+
+STEPS = 6
+TOLERANCE = 0.01  # of the budget: what an allocator rounds
+CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all alike
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything is worth moving, plans are made at once, and all is as before in the end."""
+    monkeypatch.setattr(budgeting, "_SMALLEST", 256)
+    monkeypatch.setattr(budgeting, "_PLAN_SECONDS", 0.1)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
+    with untouched():
+        yield
+
+
+@cache
+def plain(name: str) -> Run:
+    return run(JOBS[name], STEPS)
+
+
+def planned_of(tide: lowtide.Tide) -> Planned:
+    assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+    found = tide._budgeted._dynamic.planned
+    assert found is not None
+    return found
+
+
+def check(name: str, share: float, **how: Any) -> Planned:
+    """Trained bit for bit, and every step, the first included, within the budget."""
+    budget = int(share * max(plain(name).peaks))
+    made: list[lowtide.Tide] = []
+
+    def enter(tide: lowtide.Tide) -> lowtide.Tide:
+        made.append(tide)
+        return original(tide)
+
+    original = lowtide.Tide.__enter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowtide.Tide, "__enter__", enter)
+        ours = run(JOBS[name], STEPS, budget, policy="tide", **how)
+    assert find_difference(ours.result, plain(name).result) is None
+    assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)
+    return planned_of(made[0])
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> None:
+    planned = check(name, share)
+    if name not in CHANGING:
+        assert planned.steps == {Mode.DYNAMIC: 1, Mode.TRACED: 1, Mode.PLANNED: STEPS - 2}
+
+
+def test_every_value_that_was_made_again_is_what_it_was() -> None:
+    planned = check("resnet", 0.5, verify="always")
+    [script] = planned.following.scripts
+    assert any(isinstance(one, Rerun) for one in script.plan.remakes)
+
+
+@pytest.mark.parametrize(("name", "share"), [("odd", 0.6), ("rnn", 0.5), ("bert", 0.6)])
+def test_the_peak_is_what_was_planned(name: str, share: float) -> None:
+    budget = int(share * max(plain(name).peaks))
+    job = JOBS[name]()
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in range(STEPS):
+            job.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        peaks = list(tide._budgeted._dynamic.peaks)
+        [script] = planned_of(tide).following.scripts
+    assert len(set(peaks[3:])) == 1
+    assert peaks[-1] == pytest.approx(script.plan.peak_bytes, rel=0.02)
+    said = tide.summary()
+    assert f"1 dynamic, 1 traced, {STEPS - 2} planned" in said
+    assert "planned   peak" in said and "measured  peak" in said
+
+
+class _Scheduled(nn.Module):
+    """What it multiplies by and how much it drops out differ from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.at = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(torch.tanh(layer(x) * (1 + 0.1 * self.at)), 0.1 + 0.05 * self.at) + x
+        return torch.as_tensor(x.square().mean())
+
+
+def scheduled() -> Job:
+    torch.manual_seed(0)
+    model = _Scheduled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> torch.Tensor:
+        loss = torch.as_tensor(model(torch.randn(512, 64)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.at += 1
+        return loss.detach()
+
+    return Job(model, [optimizer], step)
+
+
+def sized(rows: list[int]) -> Job:
+    """The gpt job's kind of step on as many rows as it says, in turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    left = iter(rows)
+
+    def step() -> torch.Tensor:
+        loss = torch.as_tensor(model(torch.randn(next(left), 96)).square().mean())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Job(model, [optimizer], step)
+
+
+def test_a_scalar_that_changes_is_never_taken_for_the_one_that_was_planned() -> None:
+    expected = run(scheduled, 8)
+    ours = run(scheduled, 8, int(0.5 * max(expected.peaks)), policy="tide", verify="always")
+    assert find_difference(ours.result, expected.result) is None
+
+
+def test_a_step_that_departs_goes_on_within_the_budget() -> None:
+    rows = [512, 512, 512, 700, 512, 300, 512, 512, 300, 512, 300, 512, 300, 512]
+    expected = run(lambda: sized(rows), len(rows))
+    budget = int(0.5 * max(expected.peaks))
+    ours = run(lambda: sized(rows), len(rows), budget, policy="tide")
+    assert find_difference(ours.result, expected.result) is None
+    assert max(ours.peaks) <= budget * (1 + TOLERANCE)
+    job = sized(rows)
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in rows:
+            job.step()
+        modes = list(planned_of(tide).modes)
+    assert modes[:4] == [Mode.DYNAMIC, Mode.TRACED, Mode.PLANNED, Mode.DEPARTED]
+    assert modes[-2:] == [Mode.PLANNED, Mode.PLANNED]  # both shapes have a plan by now
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_traced_or_planned_step(where: str, at: int) -> None:
+    def use(budget: int | None) -> list[torch.Tensor]:
+        job = JOBS["gpt"]()
+
+        def burn(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+            if where == "forward":
+                raise Boom
+            output.register_hook(explode)
+
+        def explode(_grad: torch.Tensor) -> None:
+            raise Boom
+
+        def train() -> None:
+            for i in range(STEPS):
+                if i == at:
+                    job.model.get_submodule("blocks.3").register_forward_hook(burn)
+                losses.append(job.step())
+
+        def train_fitted() -> None:
+            with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide"):
+                train()
+
+        losses: list[torch.Tensor] = []
+        with pytest.raises(Boom):
+            (train if budget is None else train_fitted)()
+        gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
+        return [*losses, *gradients, *state_of(job), torch.get_rng_state()]
+
+    with holding_nothing():
+        expected = bits_of(use(None))
+        found = bits_of(use(int(0.5 * max(plain("gpt").peaks))))
+    gc.collect()
+    assert find_difference(found, expected) is None
+
+
+def test_a_plan_that_cannot_be_made_is_told_once_and_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of the test")
+
+    monkeypatch.setattr(budgeting, "tide", fail)
+    with pytest.warns(LowtideWarning, match="planning failed .ZeroDivisionError: of the test") as w:
+        planned = check("mlp", 0.5)
+    assert len(w) == 1
+    assert planned.steps == {Mode.DYNAMIC: STEPS - 1, Mode.TRACED: 1}
