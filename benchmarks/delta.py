@@ -85,23 +85,39 @@ def _multiple(number: float, unit: int) -> int:
     return round(number / unit) * unit
 
 
+def most_seconds(kind: str, *_rest: Any) -> int:
+    """What a task may take."""
+    return SECONDS[kind]
+
+
 class Workers:
     """Processes that have loaded their imports and wait for a task, which ends them.
 
     Quiet ones are loaded several at a time, before the first of them gets the GPU: nothing else
     runs on the machine while something is measured. Where memory is searched they load meanwhile.
+    They run `script`, and end what takes longer than `limit` says of a task.
     """
 
-    def __init__(self, part: str, count: int, *, quiet: bool) -> None:
+    def __init__(
+        self,
+        part: str,
+        count: int,
+        *,
+        quiet: bool,
+        script: str = "delta_works.py",
+        limit: Callable[..., int] = most_seconds,
+    ) -> None:
         self._part = part
         self._count = count
         self._quiet = quiet
+        self._script = script
+        self._limit = limit
         self._waiting: list[subprocess.Popen[str]] = []
 
     def ask(self, *task: Any) -> list[Row]:
         """The rows that a task prints; a last one with an "error" if it fails."""
         process = self._next()
-        limit = SECONDS[task[0]]
+        limit = self._limit(*task)
         complaint: str | None = None
         try:
             said, errors = process.communicate(json.dumps(task) + "\n", timeout=limit)
@@ -135,7 +151,7 @@ class Workers:
     def _start(self) -> subprocess.Popen[str]:
         settings = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "delta_works.py"), self._part],
+            [sys.executable, "-W", "ignore", str(HERE / self._script), self._part],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

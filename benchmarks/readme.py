@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pareto import FULL, SHARES
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -135,6 +137,94 @@ def delta_tables() -> str:
     return "\n".join(lines)
 
 
+PARETO_OTHERS = {  # the columns beside tide's
+    "checkpoint": "checkpoint",
+    "selective": "selective checkpoint",
+    "offload_activations": "TRL offload",
+    "compile 1.0": "compiled",
+    "compile 0.5": "compiled, 0.5",
+}
+
+
+def pareto_tables() -> str:
+    """Step time over plain's at each budget, beside what else there is; and what was aimed at."""
+    results: dict[str, Any] = json.loads((RESULTS / "pareto.json").read_text())
+    works = {name: m for name, m in results["works"].items() if "seconds" in m["plain"]}
+    tides = ["tide, loose" if share == FULL else f"tide, {share}" for share in SHARES]
+    lines = [
+        f"| work | plain | {' | '.join([*tides, *PARETO_OTHERS.values()])} |",
+        f"|---|---:|{'---:|' * (len(SHARES) + len(PARETO_OTHERS))}",
+    ]
+    for name, work in works.items():
+        plain, tide = work["plain"], work.get("tide", {})
+        others = {**work, **{f"compile {key}": row for key, row in work.get("compile", {}).items()}}
+        cells = [f"{plain['seconds'] * 1e3:.0f} ms, {plain['peak_bytes'] / 2**30:.1f} GiB"]
+        cells += [_under_budget(tide.get(share, {})) for share in SHARES]
+        for key in PARETO_OTHERS:
+            row = others.get(key, {})
+            cell = f"×{row['ratio']:.2f} at {row['memory_ratio']:.0%}" if "ratio" in row else ""
+            if key == "compile 0.5" and "compiled_ratio" in row:
+                cell += f", ×{row['compiled_ratio']:.2f} of compiled"
+            cells.append(cell)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    aimed = [
+        (name, label, row)
+        for name, work in works.items()
+        for label, row in work.get("tide", {}).items()
+        if "aim" in row
+    ]
+    if aimed:
+        lines += [
+            "",
+            "| work | budget | reserved | step time | aim | planned peak | planned time |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
+    for name, label, row in aimed:
+        budget = f"{row['budget_bytes'] / 2**30:.1f} GiB" + (", loose" if label == FULL else "")
+        reserved = f"{row['reserved_bytes'] / 2**30:.2f} GiB" if "ratio" in row else ""
+        planned = " | "
+        if "plan" in row and "ratio" in row:
+            plan = row["plan"]
+            planned = (
+                f"{plan['peak_bytes'] / row['peak_bytes'] - 1:+.1%} "
+                f"| {plan['seconds'] / row['seconds'] - 1:+.1%}"
+            )
+        lines.append(
+            f"| {name} | {budget} | {reserved} | {_under_budget(row, digits=3)} "
+            f"| ×{row['aim']:.2f} | {planned} |"
+        )
+    rows = [row for work in works.values() for row in work.get("tide", {}).values()]
+    done = [row for row in rows if "ratio" in row]
+    held = sum(row["held"] for row in done)
+    notes = [
+        "Tide's budgets are shares of the plain peak, loose is 5 % more than plain training "
+        "reserves; beside the others is what they reserved, over the same peak. "
+        f"Of {len(rows)} budgets {held} were held in bytes reserved, {len(done) - held} were "
+        f"exceeded, {len(rows) - len(done)} failed."
+    ]
+    same = {
+        name: m["identical"]
+        for name, m in results.get("same", {}).items()
+        if m.get("plain_repeats")
+    }
+    if equal := [name for name, identical in same.items() if identical]:
+        notes.append(f"Losses are plain's bit for bit ({', '.join(equal)}).")
+    if other := [name for name, identical in same.items() if not identical]:
+        notes.append(f"Losses differ from plain's ({', '.join(other)}).")
+    machine = results["machine"]
+    notes.append(f"({machine['gpu']}, torch {machine['torch']})")
+    lines += ["", " ".join(notes)]
+    if (RESULTS / "pareto.png").exists():
+        lines += ["", "![step time against memory](benchmarks/results/pareto.png)"]
+    return "\n".join(lines)
+
+
+def _under_budget(row: dict[str, Any], digits: int = 2) -> str:
+    if "ratio" not in row:
+        return "failed" if "error" in row else ""
+    return f"×{row['ratio']:.{digits}f}" + ("" if row["held"] else ", over it")
+
+
 def pool_table() -> str:
     """Bytes reserved over bytes allocated at the peak, by allocator; and the step time."""
     results: dict[str, Any] = json.loads((RESULTS / "pool.json").read_text())
@@ -210,6 +300,8 @@ def main() -> None:
         "tracing": tracing_table(),
         "layout": layout_table(),
     }
+    if (RESULTS / "pareto.json").exists():
+        parts["pareto"] = pareto_tables()
     for mark, content in parts.items():
         start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
         before, rest = text.split(start)

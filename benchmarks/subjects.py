@@ -5,6 +5,7 @@ what a loop keeps until its next turn (the output with its logits, the loss) is 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,12 @@ class Entry:
 
 
 def _vision(
-    name: str, pixels: int = 224, classes: int = 1000, *, keeps: bool = True
+    name: str,
+    pixels: int = 224,
+    classes: int = 1000,
+    *,
+    keeps: bool = True,
+    bf16: bool = False,  # by autocast, and with channels last
 ) -> Callable[[], Subject]:
     def make() -> Subject:
         import torchvision
@@ -49,6 +55,9 @@ def _vision(
             if name == "vgg16" and pixels == 32:  # as it is trained on images of this size
                 model.avgpool = nn.Identity()
                 model.classifier = nn.Linear(512, classes)
+        layout = torch.channels_last if bf16 else torch.contiguous_format
+        if bf16:
+            model.to(memory_format=layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         kept: list[Any] = [None]
         batches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -57,20 +66,21 @@ def _vision(
             if batch not in batches:
                 dense = (pixels, pixels) if name.startswith("deeplab") else ()
                 batches[batch] = (
-                    torch.randn(batch, 3, pixels, pixels).pin_memory(),
+                    torch.randn(batch, 3, pixels, pixels).to(memory_format=layout).pin_memory(),
                     torch.randint(0, 21 if dense else classes, (batch, *dense)).pin_memory(),
                 )
             images, labels = (part.to("cuda", non_blocking=True) for part in batches[batch])
-            output = model(images)
-            if keeps:
-                kept[0] = output
-            if name.startswith("deeplab"):
-                output = output["out"]
-            if name == "inception_v3":
-                loss = F.cross_entropy(output.logits, labels)
-                loss = loss + 0.4 * F.cross_entropy(output.aux_logits, labels)
-            else:
-                loss = F.cross_entropy(output, labels)
+            with torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext():
+                output = model(images)
+                if keeps:
+                    kept[0] = output
+                if name.startswith("deeplab"):
+                    output = output["out"]
+                if name == "inception_v3":
+                    loss = F.cross_entropy(output.logits, labels)
+                    loss = loss + 0.4 * F.cross_entropy(output.aux_logits, labels)
+                else:
+                    loss = F.cross_entropy(output, labels)
             if keeps:
                 optimizer.zero_grad()
             loss.backward()

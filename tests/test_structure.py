@@ -61,11 +61,13 @@ USES_TORCH = (
             "idle",
             "ledger",
             "mode",
+            "planned",
             "recipe",
             "record",
             "replay",
             "results",
             "room",
+            "see",
             "verify",
         ]
     }

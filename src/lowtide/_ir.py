@@ -198,6 +198,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """From op `before` on a value that is there does not go until it is dropped."""
+
+    before: OpIndex
+    value: ValueId
+
+
+@dataclass(frozen=True, slots=True)
 class Rerun:
     """Before op `before`, an earlier op runs again; all it makes is there then."""
 
@@ -205,14 +213,15 @@ class Rerun:
     op: OpIndex
 
 
-Remake = Drop | Rerun
+Remake = Drop | Hold | Rerun
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is done to each step, and what is expected of it.
 
-    `remakes` are in the order in which they are done.
+    `remakes` are in the order in which they are done. Where there are any, the positions of swaps
+    count the ops of the step with its reruns in it, and their values are that step's.
     """
 
     swaps: tuple[Swap, ...]

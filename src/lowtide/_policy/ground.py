@@ -80,6 +80,7 @@ class Ground:
             lives = value.end > value.first or i in self.reads[value.first]
             if not value.before and self.maker[i] < 0 and lives:
                 self.appearing[value.first].append(i)
+        self.holdable = self._holdable(runtime)
         self.seconds = [trace.ops[maker].seconds if maker >= 0 else 0.0 for maker in self.maker]
         self.starts = [*accumulate((op.seconds for op in trace.ops), initial=0.0)]
         near: list[set[int]] = [set() for _ in range(count)]
@@ -107,6 +108,31 @@ class Ground:
                         wants[op].append(ValueId(i))
             self.uses[i] = sorted({*self.uses[i], *asked})
         self.wants = [tuple(values) for values in wants]
+
+    def _holdable(self, runtime: Runtime | None) -> dict[int, int]:
+        """What could stay beyond its end, for what is made from it -> until when that is needed.
+
+        In a live step it is found through a saved value that is made from it while it is there.
+        """
+        found: dict[int, int] = {}
+        values = self.trace.values
+        overwritten = {value for some in self.overwritten for value in some}
+        for made, maker in enumerate(self.maker):
+            if self.from_on[made] >= self.ops or not self.can[made]:
+                continue
+            value = values[made]
+            packed = min((save.packed for save in value.saves), default=self.ops)
+            for source in self.sources[maker]:
+                if values[source].after or source in overwritten or not self.size[source]:
+                    continue
+                if self.from_on[source] < self.ops and runtime is not None:
+                    continue  # it is saved itself
+                if runtime is not None and packed > values[source].end:
+                    continue
+                until = self.uses[made][-1] if self.uses[made] else 0
+                if until > values[source].end:
+                    found[source] = max(found.get(source, 0), until)
+        return found
 
     def _recomputable(self) -> list[bool]:
         """Which values can be made again up to their last use, from what is there or can be, too.

@@ -8,7 +8,7 @@ and that one is simulated.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -19,7 +19,6 @@ from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
 from lowtide._policy.problem import SLACKS, Problem, best_within, make_problem
 from lowtide._policy.remake import Taste, Weights, remake
-from lowtide._simulate.outcome import Outcome
 from lowtide._simulate.remade import Remade, remade
 
 
@@ -56,40 +55,50 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What a trial tries. `swaps` are of the step as it was traced."""
+
+    swaps: tuple[Swap, ...] = ()
+    taste: Taste = field(default_factory=Taste)
+    weights: Weights | None = None
+    holds: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """What is done, and what comes of it. `swaps` are in the step with its reruns."""
+    """What is done, and what comes of it. `swaps` are of the step with its reruns."""
 
     remakes: tuple[Remake, ...]
     swaps: tuple[Swap, ...]
-    chosen: tuple[Swap, ...]  # in the step as it was traced
     seconds: float
     peak_bytes: int
-    outcome: Outcome | None = None
 
 
 def attempt(
-    task: Task,
-    chosen: Sequence[Swap],
-    taste: Taste,
-    weights: Weights | None = None,
-    most_seconds: float = inf,
-    *,
-    thorough: bool = False,
+    task: Task, choice: Choice, most_seconds: float = inf, *, thorough: bool = False
 ) -> Trial | None:
     """None: it takes longer than `most_seconds`, or more than the limit. Raises `Stuck`."""
     ground = task.ground
     plain = ground.starts[-1]
-    found = remake(ground, task.limit, taste, weights, most_seconds - plain, chosen)
+    found = remake(
+        ground,
+        task.limit,
+        choice.taste,
+        choice.weights,
+        most_seconds - plain,
+        choice.swaps,
+        choice.holds,
+    )
     if found is None:
         return None
     again, remakes = found
-    if not chosen:
-        return Trial(tuple(remakes), (), (), plain + again, task.limit)
+    if not choice.swaps:
+        return Trial(tuple(remakes), (), plain + again, task.limit)
     step = remade(ground.trace, remakes)
     problem = task.problem(step)
     trial = best_within(
         problem,
-        _again(problem, step, chosen),
+        _again(problem, step, choice.swaps),
         task.limit,
         slacks=SLACKS if thorough else SLACKS[1:2],
         orders=(True, False) if thorough else (True,),
@@ -99,9 +108,7 @@ def attempt(
         return None
     if task.host_budget is not None and _below(step, trial.swaps) > task.host_budget:
         return None
-    return Trial(
-        tuple(remakes), trial.swaps, tuple(chosen), outcome.seconds, outcome.peak_bytes, outcome
-    )
+    return Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes)
 
 
 def _below(step: Remade, swaps: Sequence[Swap]) -> int:

@@ -10,7 +10,7 @@ of these matters, and `weights` correct it for single values: a search tries man
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide._errors import LowtideError
-from lowtide._ir import Drop, OpIndex, Remake, Rerun, Swap, ValueId
+from lowtide._ir import Drop, Hold, OpIndex, Remake, Rerun, Swap, ValueId
+from lowtide._policy.gone import Gone
 from lowtide._policy.ground import Ground
 
 Weights = npt.NDArray[np.float64]
 
+_SOON = 0.02  # of the plain step: what is needed within it is made together
 _MOST_RERUNS = 10  # times the ops of the step: then it does not come to an end
 
 
@@ -52,13 +54,15 @@ def remake(
     weights: Weights | None = None,
     most_seconds: float = inf,
     swaps: Sequence[Swap] = (),
+    holds: Container[int] = (),
 ) -> tuple[float, list[Remake]] | None:
     """The seconds of what runs again, and what is done; None: more than `most_seconds`.
 
     What is away by `swaps` takes no room meanwhile. It comes back earlier where an op that runs
-    again reads it, and is never dropped. Raises `Stuck`.
+    again reads it, and is never dropped. Values in `holds` stay beyond their end as long as
+    something made from them may have to be made again. Raises `Stuck`.
     """
-    return _Pass(ground, limit, taste, weights, most_seconds, swaps).run()
+    return _Pass(ground, limit, taste, weights, most_seconds, swaps, holds).run()
 
 
 class _Enough(Exception):
@@ -74,8 +78,11 @@ class _Pass:
         weights: Weights | None,
         most_seconds: float,
         swaps: Sequence[Swap],
+        holds: Container[int],
     ) -> None:
         self._ground = ground
+        self._holds = holds
+        self._held_until: dict[int, list[int]] = defaultdict(list)
         self._limit = limit - ground.trace.unseen_bytes
         self._taste = taste
         self._most = most_seconds
@@ -101,9 +108,8 @@ class _Pass:
         if weights is not None:
             self._static *= weights
         self._due = np.full(count, np.inf)  # when it is needed next, in plain seconds
-        self._gone = list(range(count))  # a tree over those that are gone together
-        self._gone_seconds = [0.0] * count  # of each such group, at its root
-        self._is_gone = [False] * count
+        self._gone = Gone(ground.seconds)
+        self._is_gone = self._gone.is_gone
         self._ends = [value.end for value in ground.trace.values]
         self._opening: dict[int, list[int]] = defaultdict(list)  # what may go from there on
         self._position = 0
@@ -140,7 +146,12 @@ class _Pass:
                 for value in op.writes:
                     self._take(value)
                 for value in ground.ending[i]:
-                    self._end(value)
+                    if value in self._holds and self._there[value]:
+                        self._hold(value)
+                    else:
+                        self._end(value)
+                for value in self._held_until.pop(i, ()):
+                    self._let_go(value)
             self._position = len(ops)
             for value, kept in enumerate(ground.trace.values):
                 if kept.after and not self._below[value]:
@@ -196,6 +207,18 @@ class _Pass:
         if not self._locked[value] and self._there[value] and self._ground.can[value]:
             self._free[value] = self._may_go(value)
             self._due[value] = self._next(value, position)
+
+    def _hold(self, value: int) -> None:
+        until = self._ground.holdable[value]
+        self.done.append(Hold(OpIndex(self._position), ValueId(value)))
+        self._lock(value)
+        self._held_until[until].append(value)
+
+    def _let_go(self, value: int) -> None:
+        self._locked[value] -= 1
+        self._position += 1  # after the op
+        self._drop(value)
+        self._position -= 1
 
     # What is swapped.
 
@@ -258,12 +281,10 @@ class _Pass:
         self._held -= ground.size[value]
         if ground.trace.values[value].end <= self._position and not self._wanted(value):
             return  # it was there only for another
-        self._is_gone[value] = True
-        self._gone[value] = value
-        self._gone_seconds[value] = ground.seconds[value]
+        self._gone.add(value)
         for other in ground.near[value]:
             if self._is_gone[other]:
-                self._join(value, other)
+                self._gone.join(value, other)
             elif ground.maker[other] < ground.maker[value] and self._there[other]:
                 self._due[other] = min(self._due[other], self._due[value])
         self._reckon(value)
@@ -272,19 +293,6 @@ class _Pass:
         uses = self._ground.uses[value]
         return bool(uses) and uses[-1] >= self._position
 
-    def _join(self, one: int, other: int) -> None:
-        one, other = self._root(one), self._root(other)
-        if one != other:
-            self._gone[other] = one
-            self._gone_seconds[one] += self._gone_seconds[other]
-
-    def _root(self, value: int) -> int:
-        gone = self._gone
-        while gone[value] != value:
-            gone[value] = gone[gone[value]]
-            value = gone[value]
-        return value
-
     def _reckon(self, value: int) -> None:
         """What dropping its neighbours would cost now."""
         if not self._taste.around:
@@ -292,9 +300,8 @@ class _Pass:
         ground = self._ground
         for other in ground.near[value]:
             if not self._is_gone[other]:
-                roots = {self._root(near) for near in ground.near[other] if self._is_gone[near]}
-                around = sum(self._gone_seconds[root] for root in roots)
-                self._cost[other] = ground.seconds[other] + max(0.0, around)
+                around = self._gone.seconds_of(ground.near[other])
+                self._cost[other] = ground.seconds[other] + around
 
     # What comes back.
 
@@ -327,7 +334,11 @@ class _Pass:
             for source in sources:
                 self._unlock(source, self._position - 1)
             for source in sources:
-                self._leave_if_over(source)
+                if self._is_over(source):
+                    self._make_others(source)
+            for source in sources:
+                if self._is_over(source):
+                    self._drop(source)
 
     def _leave(self, stack: list[list[int]]) -> None:
         wanted, at = stack.pop()
@@ -336,11 +347,32 @@ class _Pass:
         for source in self._ground.sources[self._ground.maker[wanted]][:at]:
             self._unlock(source, self._position - 1)
 
-    def _leave_if_over(self, value: int) -> None:
+    def _is_over(self, value: int) -> bool:
         """Nothing of the step needs it any more, and it was made again for another."""
-        over = self._ground.trace.values[value].end <= self._position
-        if over and self._free[value] and not self._wanted(value):
-            self._drop(value)
+        over = self._ends[value] <= self._position
+        return over and bool(self._free[value]) and not self._wanted(value)
+
+    def _make_others(self, source: int) -> None:
+        """What else is made from it and needed soon, as long as it is there, and if there is room.
+
+        Else it would have to be made once more.
+        """
+        ground = self._ground
+        soon = ground.starts[self._position] + _SOON * ground.starts[-1]
+        for other in ground.near[source]:
+            if not self._is_gone[other] or self._due[other] > soon:
+                continue
+            maker = ground.maker[other]
+            sources = ground.sources[maker]
+            if source not in sources or not all(self._there[one] for one in sources):
+                continue
+            size = sum(ground.size[value] for value in ground.made[maker])
+            if self._held + size + ground.trace.ops[maker].workspace_bytes <= self._limit:
+                for one in sources:
+                    self._lock(one)
+                self._rerun(other)
+                for one in sources:
+                    self._unlock(one, self._position - 1)
 
     def _rerun(self, wanted: int) -> None:
         ground = self._ground
@@ -358,11 +390,9 @@ class _Pass:
                 continue
             self._take(value)
             if self._is_gone[value]:
-                self._is_gone[value] = False
-                self._gone_seconds[self._root(value)] -= ground.seconds[value]
+                self._gone.remove(value)
                 self._reckon(value)
             self._due[value] = self._next(value, self._position - 1)
         for value in made:
-            over = ground.trace.values[value].end <= self._position
-            if value != wanted and over and self._free[value] and not self._wanted(value):
+            if value != wanted and self._is_over(value):
                 self._drop(value)

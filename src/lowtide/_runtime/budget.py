@@ -189,8 +189,8 @@ class Budgeted:
             out_of_memory=counts["out of memory"],
             made_do=counts["made do"],
             flushes=dynamic.cap.flushes,
-            ops=dynamic.ops,
-            driver_seconds=dynamic.own_seconds_per_op(),
+            ops=dynamic.seer.ops,
+            driver_seconds=dynamic.seer.own_seconds_per_op(),
         )
 
     def _speed(self) -> float:

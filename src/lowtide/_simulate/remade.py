@@ -9,7 +9,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lowtide._ir import Drop, Op, OpIndex, Phase, Remake, Save, StorageId, Trace, Value, ValueId
+from lowtide._ir import (
+    Drop,
+    Hold,
+    Op,
+    OpIndex,
+    Phase,
+    Remake,
+    Save,
+    StorageId,
+    Trace,
+    Value,
+    ValueId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,7 @@ class _Writer:
         self._old = [ValueId(i) for i in range(len(trace.values))]
         self._now: dict[int, int] = {}  # what is there -> which value that is now
         self._newest: dict[tuple[int, int], int] = {}  # storage and version -> which it was last
+        self._held: set[int] = set()
         self._storages = max((value.storage for value in trace.values), default=-1) + 1
 
     def write(self, remakes: Sequence[Remake]) -> Remade:
@@ -81,7 +94,8 @@ class _Writer:
             following = trace.ops[position + 1] if position + 1 < len(trace.ops) else None
             for number in ends[position + 1]:
                 touched = following and (*following.reads, *following.updates)
-                if not trace.values[number].after and not (touched and number in touched):
+                stays = trace.values[number].after or number in self._held
+                if not stays and not (touched and number in touched):
                     self._end(number)
         lead.append(len(self._ops))
         for remake in todo[len(trace.ops)]:
@@ -96,7 +110,11 @@ class _Writer:
 
     def _do(self, remake: Remake, phase: Phase) -> None:
         if isinstance(remake, Drop):
+            self._held.discard(remake.value)
             self._end(remake.value)
+            return
+        if isinstance(remake, Hold):
+            self._held.add(remake.value)
             return
         op = self._trace.ops[remake.op]
         grain = self._trace.granularity_bytes

@@ -6,10 +6,11 @@ Before each op, and after the last one, its drops and reruns are done in order. 
    only updates (running statistics) it needs the first time, and does not touch again.
 2. Only what is there is dropped; only ops that have run are run again.
 3. What outlives the step is there when it ends.
+4. What is held is not overwritten.
 
-A value goes when the trace says so, or when it is dropped. What is made again and would be gone by
-then stays until it is dropped. An op that runs again makes all its results, besides those that
-are still there. Shares no code with what makes plans.
+A value goes when the trace says so, or when it is dropped. What is held, and what is made again and
+would be gone by then, stays until it is dropped. An op that runs again makes all its results,
+besides those that are still there. Shares no code with what makes plans.
 """
 
 from collections import defaultdict
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide._errors import LowtideError
-from lowtide._ir import Drop, Remake, Trace
+from lowtide._ir import Drop, Hold, Remake, Trace
 
 
 class Unlawful(LowtideError):
@@ -58,6 +59,7 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
     ends: dict[int, list[int]] = defaultdict(list)
     for number, value in enumerate(trace.values):
         ends[value.end].append(number)
+    held: set[int] = set()
     seconds = again = 0.0
     peak = peak_op = 0
 
@@ -75,10 +77,14 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
     def remake_before(position: int) -> None:
         nonlocal again
         for remake in todo[position]:
+            if isinstance(remake, Hold):
+                held.add(remake.value)
+                continue
             if isinstance(remake, Drop):
                 if remake.value not in there:
                     raise Unlawful(f"before op {position}: value {remake.value} is not there")
                 there.discard(remake.value)
+                held.discard(remake.value)
                 continue
             rerun = trace.ops[remake.op]
             if remake.op >= position:
@@ -96,6 +102,8 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
         remake_before(position)
         check((*op.reads, *op.updates), position, f"op {position}")
         overwritten = [n for n in ends[position] if n in (*op.reads, *op.updates)]
+        if held.intersection(overwritten):
+            raise Unlawful(f"op {position} overwrites a value that is held")
         there.difference_update(overwritten)
         there.update(op.writes)
         look(position, op.workspace_bytes)
@@ -104,7 +112,7 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
         for number in ends[position + 1]:
             if following is not None and number in (*following.reads, *following.updates):
                 continue  # it is going to be overwritten in place
-            if not trace.values[number].after:
+            if not trace.values[number].after and number not in held:
                 there.discard(number)
     remake_before(len(trace.ops))
     missing = [n for n, value in enumerate(trace.values) if value.after and n not in there]

@@ -1,13 +1,10 @@
 """Training under a budget with no plan: every op is seen, and room is made before it runs."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
@@ -18,11 +15,9 @@ from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.planned import Planned
-from lowtide._runtime.delta.recipe import Call
-from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
-from lowtide._runtime.delta.replay import Replayer, generator_of
-from lowtide._runtime.delta.results import Results
-from lowtide._runtime.delta.room import PUBLISHED, Room, is_out_of_memory
+from lowtide._runtime.delta.replay import Replayer
+from lowtide._runtime.delta.room import PUBLISHED, Room
+from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
@@ -33,8 +28,6 @@ _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
 _LOOSE_STEPS = 2  # in a row, until then
-_MORE = 1.02  # times what such a step saved: it is another step
-_SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
 
 class Dynamic:
@@ -55,8 +48,7 @@ class Dynamic:
         self._costs = Costs(device)
         self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
-        self._captor = Captor(self.ledger)
-        self._results = Results(self.ledger, self._costs)
+        self.seer = Seer(self.ledger, self._costs, self.room)
         self.replayer = Replayer(self.ledger, self._costs, self.room.run)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
@@ -73,19 +65,13 @@ class Dynamic:
         self._loose_steps = 0
         self.has_trained = False
         self._saves = self._saved_bytes = 0  # of this step
+        self._shape = self._known_shape = 0  # what it saved, in a number; and the last one
         self._known_bytes = 0  # what the last step that was watched saved
         self._known_peak = 0  # ... and held
         self._at: dict[int, int] = {}  # the place of each cell in their row
-        self._largest = 0  # bytes that an op of this step made
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
         self.plain_peak = 0
         self.steps = 0
-        self.ops = 0
-        self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
-
-    def own_seconds_per_op(self) -> float:
-        """What seeing an op costs, from those on which it was measured."""
-        return self._own_seconds / self._own_ops if self._own_ops else 0.0
 
     # Its life.
 
@@ -107,7 +93,7 @@ class Dynamic:
     def _push(self) -> None:
         if self._mode is None and is_calm():
             self.ledger.admit_existing()
-            self._mode = SeeingMode(self.see)
+            self._mode = SeeingMode(self.seer.see)
             self._mode.begin()
 
     def _pop(self) -> None:
@@ -144,8 +130,8 @@ class Dynamic:
         else:
             self._look()
         if self.planned is not None:
-            self.planned.begin(self._saves)
-        self._saves = self._saved_bytes = 0
+            self.planned.begin(self._saves, watched=self._mode is not None)
+        self._saves = self._saved_bytes = self._shape = 0
         self.room.cells = [cell for cell in self.room.cells if cell.wanted()]
         self.room.forget_order()
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
@@ -153,7 +139,7 @@ class Dynamic:
         if self._mode is not None and self.ledger.device.type == "cuda":
             self.ledger.count_unseen()
         self.ledger.begin_step()
-        self._largest = 0
+        self.seer.largest = 0
         if self._mode is not None:
             self.idle.mark()
             if self.planned is not None:
@@ -188,7 +174,7 @@ class Dynamic:
             mode.leave()
 
     def _enter(self) -> None:
-        self._mode = SeeingMode(self.see)
+        self._mode = SeeingMode(self.seer.see)
         self._mode.begin()
 
     def _look(self) -> None:
@@ -202,6 +188,8 @@ class Dynamic:
             return  # an evaluation
         self.has_trained = True
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
+        loose = loose and self._shape == self._known_shape  # another step may need more
+        self._known_shape = self._shape
         self._loose_steps = self._loose_steps + 1 if loose else 0
         self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
         if budget is not None:
@@ -212,7 +200,7 @@ class Dynamic:
     def _look_again(self) -> None:
         """A step that was not watched: if it was another one than those before, the next is."""
         self.peaks.append(self._known_peak)
-        if self._saved_bytes > _MORE * self._known_bytes and is_calm():
+        if self._shape != self._known_shape and is_calm():
             self._loose_steps = 0
             self._push()
             self.set_budget(self.room.budget)
@@ -230,6 +218,7 @@ class Dynamic:
         """A tensor was saved."""
         number = self._saves
         self._saves += 1
+        self._shape = hash((self._shape, handle.bytes))
         cell = handle.cell
         if isinstance(cell, DeltaCell) and cell.handles == 1:
             self._saved_bytes += cell.bytes
@@ -237,7 +226,7 @@ class Dynamic:
                 self._guess()
             elif cell.value is not None and cell.value.call is not None:
                 self.trust.consider(cell.value, number)
-        if self.planned is not None:
+        if self.planned is not None and self._mode is not None:
             self._tell(self.planned, handle, number)
 
     def _tell(self, planned: Planned, handle: Handle, number: int) -> None:
@@ -256,7 +245,7 @@ class Dynamic:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
-        if self.planned is not None:
+        if self.planned is not None and self._mode is not None:
             self.planned.unpacking(handle)
         cell = handle.cell
         if not isinstance(cell, DeltaCell):
@@ -269,7 +258,7 @@ class Dynamic:
             return
         for other in reversed(self.room.cells[max(0, at - _AHEAD) : at]):
             if other.state is State.AWAY and other.handles:
-                if not self.room.has(other.bytes + self._largest + cell.bytes):
+                if not self.room.has(other.bytes + self.seer.largest + cell.bytes):
                     return
                 other.fetch()
 
@@ -286,131 +275,9 @@ class Dynamic:
 
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
-        if self.planned is not None:
+        if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
         self.idle.stepping(optimizer, args, self.room.has)
-
-    # One op.
-
-    def see(
-        self, func: OpOverload[..., Any], what: Known, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an op of the program that makes or writes bytes."""
-        self.ops += 1
-        self.ledger.now += 1
-        if self.ops % _SAMPLED:
-            return self._see(func, what, args, kwargs)
-        began = time.perf_counter()
-        self._in_op = 0.0
-        result = self._see(func, what, args, kwargs, sampled=True)
-        self._own_seconds += time.perf_counter() - began - self._in_op
-        self._own_ops += 1
-        return result
-
-    def _see(
-        self,
-        func: OpOverload[..., Any],
-        what: Known,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        sampled: bool = False,
-    ) -> Any:
-        written: Sequence[torch.Tensor] = ()
-        if what.writes:
-            written = written_by(what, args, kwargs)
-            for tensor in written:
-                self._before_write(tensor)
-        call = None
-        if torch.is_grad_enabled():  # not in backward, unless that is differentiated, too
-            call = self._captor.capture(func, what, args, kwargs)
-        key: Hashable | None = None
-        if call is not None:
-            key = call.cost
-        elif what.makes:
-            key = shape_key(func, what, args, kwargs)
-        need = self._costs.expected_bytes(key, func, args, kwargs) if what.makes else 0
-        timed = call is not None and self._costs.wants(key)
-        wish = self._costs.inside(key, what.facts.name, args)
-        taken = self._costs.taken() if self._costs.looks(key) else None
-        if timed or sampled or what.facts.may_be_random or not self.room.enough(need + wish):
-            work = self._work(func, args, kwargs, key if timed else None, sampled)
-            result = self._run(work, what, need, call, wish=wish)
-        else:
-            failures = self.room.failures()
-            try:
-                result = func._op(*args, **kwargs)
-                self.room.made_do(failures)
-            except RuntimeError as error:
-                if not what.retriable or not is_out_of_memory(error):
-                    raise
-                work = self._work(func, args, kwargs, None, False)
-                result = self._run(work, what, need, call, failed=True)
-        if taken is not None:
-            taken = self._costs.taken() - taken
-        made = self._results.put_down(result, written, key, call, taken)
-        if made > self._largest:
-            self._largest = made
-        return result
-
-    def _work(
-        self,
-        func: OpOverload[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        timed: Hashable | None,
-        sampled: bool,
-    ) -> Callable[[], Any]:
-        """The op itself; its kernel is timed under the key `timed`."""
-
-        def work() -> Any:
-            if not sampled and timed is None:
-                return func(*args, **kwargs)
-            began = time.perf_counter()
-            if timed is None:
-                result = func(*args, **kwargs)
-            else:
-                started = self._costs.start()
-                result = func(*args, **kwargs)
-                self._costs.stop(timed, started)
-            self._in_op = time.perf_counter() - began
-            return result
-
-        return work
-
-    def _run(
-        self,
-        work: Callable[[], Any],
-        what: Known,
-        need: int,
-        call: Call | None,
-        *,
-        wish: int = 0,
-        failed: bool = False,
-    ) -> Any:
-        """With room made for it, and again if that was too little."""
-        name = what.facts.name
-        if not what.facts.may_be_random:
-            return self.room.run(work, need, name, wish=wish, retry=what.retriable, failed=failed)
-        generator = generator_of(self.ledger.device)
-        known_state = None if call is None else call.random
-        state = generator.get_state() if known_state is None else known_state
-
-        def before_retry() -> None:
-            generator.set_state(state)
-
-        return self.room.run(
-            work, need, name, wish=wish, retry=what.retriable, before_retry=before_retry
-        )
-
-    def _before_write(self, tensor: torch.Tensor) -> None:
-        """What was dropped and depends on these bytes must be had first."""
-        value = self.ledger.known(tensor.untyped_storage())
-        if value is None or not value.dependents:
-            return
-        with self.room.lock:
-            for cell in tuple(value.dependents):
-                cell.bring()
 
     # What cells ask for.
 

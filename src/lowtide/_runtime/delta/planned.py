@@ -44,6 +44,7 @@ class Mode(StrEnum):
     DYNAMIC = "dynamic"  # no plan: values leave when there is no room
     TRACED = "traced"  # the same, and recorded
     PLANNED = "planned"
+    LOOSE = "loose"  # far below the budget: nobody watches
     DEPARTED = "departed"  # planned up to where it did something else, then dynamic
 
 
@@ -127,17 +128,22 @@ class Planned:
 
     # What happens in a step.
 
-    def begin(self, saves: int) -> None:
+    def begin(self, saves: int, *, watched: bool) -> None:
         """A step has ended, in which so many tensors were saved, and another begins."""
         self.modes.append(self.mode)
         self.steps[self.mode] += 1
         self._before += saves
         self._began = time.perf_counter()
+        if not watched:
+            self.mode = Mode.LOOSE
+            return
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
 
     def end(self) -> None:
         """A step has ended."""
+        if self.mode is Mode.LOOSE:
+            return
         self.following.end()
         if self.mode is not Mode.PLANNED:
             return

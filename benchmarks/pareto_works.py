@@ -1,0 +1,302 @@
+"""What benchmarks/pareto.py measures: one task a process, told on standard input.
+
+python benchmarks/pareto_works.py points
+
+Says that its imports are done, waits for the line with the task, and prints a line of JSON for
+each result. Peaks are those of all steps, the first included; only where a step is compiled first
+do they begin after that.
+"""
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from delta_works import EXPENSIVE, in_a_line, peaks, say
+from pareto import COMPILED, FULL, SAME
+from subjects import TIDY, Entry, Subject, _bert, _language, _vision
+from swap import TIMED, context_of, plain_times, timed
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import lowtide
+from lowtide._ir import Rerun
+
+WARM = 3  # steps before those that are timed
+PATIENCE = 8  # ... at most, where they wait for a plan
+FOLLOWED = 2  # steps by a plan before those that are timed
+STEPS = 5  # whose losses are compared: one unseen, one traced, the rest by a plan
+BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision's models: what is checkpointed
+
+WORKS: dict[str, Entry] = {
+    "GPT-2 medium 16x1024": TIDY["GPT-2 medium 16x1024"],
+    "Llama-1B-like 4x2048": TIDY["Llama-1B-like 4x2048"],
+    "BERT-large 16x384": Entry(_language(_bert, 384, 30522, keeps=False), 16),
+    "ViT-B/16 256 tf32": Entry(_vision("vit_b_16", keeps=False), 256),
+    "ResNet-50 256 tf32": TIDY["ResNet-50 256 tf32"],
+    "ResNet-50 256 bf16": Entry(_vision("resnet50", keeps=False, bf16=True), 256),
+}
+
+Step = Callable[[], None]
+
+
+def main() -> None:
+    """Load, wait, answer."""
+    load(sys.argv[1])
+    print("ready", flush=True)
+    line = sys.stdin.readline()
+    if not line.strip():
+        return
+    kind, *rest = json.loads(line)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        TASKS[kind](*rest)
+    except Exception as error:  # noqa: BLE001 - that, too, is a result
+        say({"error": in_a_line(error)})
+
+
+def load(part: str) -> None:
+    """The imports that a part needs; none of them uses the GPU."""
+    from lowtide._runtime import fit  # noqa: F401
+
+    if part != "warm":
+        import torchvision  # noqa: F401
+        from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
+
+
+def build(name: str, method: str = "plain") -> Subject:
+    """The work, with checkpoints where the method is one of those."""
+    gc.collect()  # of what was built before, nothing is left
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    subject = WORKS[name].make()
+    if method not in ("checkpoint", "selective"):
+        return subject
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if method == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+    model: Any = subject.model
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        return subject
+    for block in [part for part in model.modules() if type(part).__name__ in BLOCKS]:
+        block.forward = partial(checkpoint, block.forward, **settings)
+    return subject
+
+
+def step_of(name: str, subject: Subject) -> Step:
+    """One step at the work's own batch."""
+
+    def step() -> None:
+        subject.step(WORKS[name].batch)
+
+    return step
+
+
+def summed_up(times: list[float]) -> dict[str, Any]:
+    """The median, and what it is the median of."""
+    return {"seconds": statistics.median(times), "step_seconds": times}
+
+
+def warm() -> None:
+    """Whatever is built or measured once on a machine, before anything is timed."""
+    began = time.perf_counter()
+    with torch.device("cuda"):
+        layers = [part for _ in range(8) for part in (nn.Linear(512, 512), nn.GELU())]
+        model = nn.Sequential(*layers)
+        rows = torch.randn(1 << 15, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with lowtide.fit(model, optimizer, budget=0.7, policy="tide") as tide:
+        for _ in range(4):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seconds = round(time.perf_counter() - began, 1)
+        say({"seconds": seconds, "summary": tide.summary()})
+
+
+def once(name: str, method: str) -> None:
+    """A method that knows no budget."""
+    subject = build(name, method)
+    around = context_of(method)
+
+    def step() -> None:
+        with around():
+            subject.step(WORKS[name].batch)
+
+    with peaks() as look:
+        for _ in range(WARM):
+            step()
+        say({**summed_up(timed(step)), **look()})
+
+
+def compiled(name: str) -> None:
+    """As torch.compile has it, with all activations it wants to keep and with a share of them."""
+    for share in COMPILED:
+        torch._dynamo.reset()
+        torch._functorch.config.activation_memory_budget = float(share)
+        subject = build(name)
+        subject.model.compile()
+        step = step_of(name, subject)
+        began = time.perf_counter()
+        for _ in range(WARM):
+            step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        with peaks() as look:
+            say({**summed_up(timed(step)), **look(), "compiling_seconds": round(seconds, 1)})
+        del subject, step
+
+
+def tide(name: str, budgets: list[tuple[str, int]]) -> None:
+    """Lowtide at each budget; after one that fails, a new process does the rest.
+
+    Where memory is not tight the difference is small: there, plain steps are timed before and
+    after, in this process.
+    """
+    for label, budget in budgets:
+        subject = build(name)
+        step = step_of(name, subject)
+        row: dict[str, Any] = {"budget_bytes": budget}
+        before = plain_times(step) if label == FULL else []
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always", lowtide.LowtideWarning)
+                under(budget, subject, step, row)
+            if before:
+                row["beside_seconds"] = statistics.median([*before, *plain_times(step)])
+        except (RuntimeError, lowtide.LowtideError) as error:
+            row["leaving" if "seconds" in row else "error"] = in_a_line(error)
+        if told:
+            row["told"] = [str(one.message) for one in told]
+        say(row)
+        if "error" in row or "leaving" in row:
+            return
+        del subject, step
+
+
+def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> None:
+    """Fill the row of one budget."""
+    around = lowtide.fit(subject.model, subject.optimizer, budget=f"{budget}B", policy="tide")
+    with peaks() as look, around as fitted:
+        budgeted: Any = fitted._budgeted
+        planned = budgeted._dynamic.planned
+        planning = stopwatch(planned, "learn")  # from the end of the traced step on
+        searching = stopwatch(planned, "_plan")
+        step()
+        first = look()
+        for _ in range(PATIENCE - 1):
+            if list(planned.modes)[-FOLLOWED:] == ["planned"] * FOLLOWED:
+                break
+            step()
+        before = budgeted.dynamic_summary()
+        row |= summed_up(timed(step))
+        after = budgeted.dynamic_summary()
+        row |= {
+            **look(),
+            **{f"first_{key}": value for key, value in first.items()},
+            **planned_of(planned),
+            "planning_seconds": planning,
+            "search_seconds": searching,
+            "a_step": {
+                key: (getattr(after, key) - getattr(before, key)) / (TIMED + 1)
+                for key in ("replayed_ops", "dropped", "swapped", "swapped_bytes")
+            },
+            "summary": fitted.summary(),
+        }
+
+
+def stopwatch(of: Any, name: str) -> list[float]:
+    """The seconds of each call of a method from now on."""
+    work = getattr(of, name)
+    seconds: list[float] = []
+
+    def timed_work(*args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return work(*args)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    setattr(of, name, timed_work)
+    return seconds
+
+
+def planned_of(planned: Any) -> dict[str, Any]:
+    """How steps went, and what the plan expects of them."""
+    found: dict[str, Any] = {
+        "modes": [str(mode) for mode in planned.modes],
+        "steps": {str(mode): count for mode, count in planned.steps.items()},
+    }
+    script = planned.main_script()
+    if script is not None:
+        plan = script.plan
+        found["plan"] = {
+            "peak_bytes": plan.peak_bytes,
+            "seconds": plan.seconds,
+            "plain_peak_bytes": plan.plain_peak_bytes,
+            "plain_seconds": plan.plain_seconds,
+            "swaps": len(plan.swaps),
+            "swapped_bytes": script.swapped_bytes,
+            "reruns": sum(isinstance(one, Rerun) for one in plan.remakes),
+        }
+    return found
+
+
+def same(name: str) -> None:
+    """Losses of plain training, of plain training again, and under a tight budget."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as deterministic algorithms want it
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)  # their backward differs from run to run
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    batch, share = SAME[name]
+
+    def losses(subject: Subject) -> list[float]:
+        return [loss.item() for loss in [subject.step(batch) for _ in range(STEPS)]]
+
+    with peaks() as look:
+        plain = losses(build(name))
+        most = look()["peak_bytes"]
+    again = losses(build(name))
+    budget = int(share * most)
+    subject = build(name)
+    around = lowtide.fit(subject.model, subject.optimizer, budget=f"{budget}B", policy="tide")
+    with peaks() as look, around as fitted:
+        ours = losses(subject)
+        budgeted: Any = fitted._budgeted
+        say(
+            {
+                "batch": batch,
+                "plain_repeats": plain == again,
+                "identical": plain == ours,
+                "plain_peak_bytes": most,
+                "budget_bytes": budget,
+                "losses": {"plain": plain, "tide": ours},
+                **look(),
+                **planned_of(budgeted._dynamic.planned),
+                "summary": fitted.summary(),
+            }
+        )
+
+
+TASKS: dict[str, Callable[..., None]] = {
+    "warm": warm,
+    "once": once,
+    "compile": compiled,
+    "tide": tide,
+    "same": same,
+}
+
+if __name__ == "__main__":
+    main()
