@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from math import log2
 
 import numpy as np
@@ -23,7 +22,7 @@ from lowtide._policy.candidates import Candidate
 from lowtide._policy.ground import Ground
 from lowtide._policy.joint import Choice, Task, Trial, attempt
 from lowtide._policy.problem import Problem, choose
-from lowtide._policy.relax import relax
+from lowtide._policy.relax import can_relax, relax
 from lowtide._policy.remake import Stuck, Taste, Weights
 from lowtide._policy.schedule import schedule
 from lowtide._policy.scores import Scores
@@ -71,8 +70,8 @@ class Search:
 
     def run(self, seconds: float) -> Trial | None:
         """For about so long, and as long as the first plan takes; None: there is none."""
+        has_solver = can_relax()  # which may take a moment
         began = time.perf_counter()
-        has_solver = find_spec("scipy") is not None
         self.begin()
         if has_solver:
             self._guide((), began + _GUIDED * seconds)

@@ -292,5 +292,6 @@ class Dynamic:
         """Have a dropped one's bytes again."""
         cell.bounces += 1
         self.room.counts["remade"] += 1
+        others = [] if self.planned is None else self.planned.together(cell)
         with self.room.lock:
-            self.replayer.remake(cell)
+            self.replayer.remake(cell, others)

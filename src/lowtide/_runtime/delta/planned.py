@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lowtide._ir import Plan
 from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.recipe import Value
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
@@ -67,6 +68,8 @@ class Planned:
         self.steps: Counter[Mode] = Counter()
         self._next_trace = _FIRST
         self._patience = _PATIENCE
+        self._held: list[Value] = []
+        self._numbers: dict[int, int] = {}  # of the cells that a script moves
         self._before = 0  # tensors saved in all steps before this one
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
@@ -125,6 +128,7 @@ class Planned:
         self.following.script = None
         self.following.agrees = False
         self.following.wanted.clear()
+        self._let_go()
 
     # What happens in a step.
 
@@ -134,6 +138,8 @@ class Planned:
         self.steps[self.mode] += 1
         self._before += saves
         self._began = time.perf_counter()
+        self._let_go()
+        self._numbers.clear()
         if not watched:
             self.mode = Mode.LOOSE
             return
@@ -168,6 +174,8 @@ class Planned:
             if can_drop:
                 self.observer.can_drop(number)
         self.following.packed(number, handle.cell)
+        if number in self.following.wanted:
+            self._numbers[id(handle.cell)] = number
         self._event(handle.bytes)
 
     def unpacking(self, handle: Handle) -> None:
@@ -190,6 +198,36 @@ class Planned:
         if self.observer is not None:
             self.observer.stepped(optimizer)
 
+    def together(self, cell: DeltaCell) -> list[DeltaCell]:
+        """What should be made again along with it."""
+        script = self.following.script
+        if script is None or not self.following.agrees or not script.together:
+            return []
+        wanted = self.following.wanted
+        others = [wanted.get(at) for at in script.together.get(self._numbers.get(id(cell), -1), ())]
+        return [
+            other
+            for other in others
+            if isinstance(other, DeltaCell) and other.state is State.DROPPED
+        ]
+
+    def _hold(self, cell: DeltaCell, place: int) -> None:
+        """What its value was made from stays, for it to be made again."""
+        call = None if cell.value is None else cell.value.call
+        if call is None or place >= len(call.sources):
+            return
+        source = call.sources[place].value
+        storage = source.storage()
+        if storage is not None and source.held is None and source.saved() is None:
+            source.held = storage
+            self._held.append(source)
+
+    def _let_go(self) -> None:
+        """Of what was held in a step, if nothing has to be made from it any more."""
+        for value in self._held:
+            value.let_go()
+        self._held.clear()
+
     def _event(self, code: int) -> None:
         if self.mode is not Mode.PLANNED:
             self.following.codes.append(code)
@@ -205,6 +243,9 @@ class Planned:
     def _do(self, action: Action, waits: bool) -> bool:
         cell = self.following.wanted.get(action.who)
         if not isinstance(cell, DeltaCell):
+            return True
+        if action.act is Act.HOLD:
+            self._hold(cell, action.at)
             return True
         if action.act is Act.FETCH:
             if cell.state is State.AWAY and self.room.has(cell.bytes):

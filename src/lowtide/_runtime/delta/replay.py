@@ -32,12 +32,19 @@ class Replayer:
         self.calls = 0  # made again so far
         self.seconds = 0.0  # what they are known to take
 
-    def needed(self, value: Value) -> list[Call]:
-        """What has to be run now to have `value`, in order."""
-        assert value.call is not None
+    def needed(self, values: Sequence[Value]) -> list[Call]:
+        """What has to be run now to have them, in order."""
         order: list[Call] = []
-        seen = {id(value.call)}
-        stack = [(value.call, 0)]
+        seen: set[int] = set()
+        for value in values:
+            assert value.call is not None
+            if id(value.call) not in seen:
+                seen.add(id(value.call))
+                self._add_needed(value.call, seen, order)
+        return order
+
+    def _add_needed(self, wanted: Call, seen: set[int], order: list[Call]) -> None:
+        stack = [(wanted, 0)]
         while stack:
             call, at = stack.pop()
             if at == len(call.sources):
@@ -52,7 +59,6 @@ class Replayer:
             if id(made_by) not in seen:
                 seen.add(id(made_by))
                 stack.append((made_by, 0))
-        return order
 
     def _is_there(self, value: Value) -> bool:
         cell = value.saved()
@@ -82,11 +88,12 @@ class Replayer:
                     stack.append(made_by)
         return total
 
-    def remake(self, cell: DeltaCell) -> None:
-        """Run what is needed; other dropped values that come by are kept as well."""
+    def remake(self, cell: DeltaCell, others: Sequence[DeltaCell] = ()) -> None:
+        """Run what is needed for it and others; dropped values that come by are kept as well."""
         value = cell.value
         assert value is not None
-        storage = self.replay(self.needed(value), value, self._adopt)
+        values = [value, *(other.value for other in others if other.value is not None)]
+        storage = self.replay(self.needed(values), value, self._adopt)
         if cell.state is State.DROPPED:  # the value was saved a second time, in another cell
             cell.adopt(storage)
 

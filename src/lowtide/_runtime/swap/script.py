@@ -6,14 +6,14 @@ one that was planned, and a position: the number of ops that had started in the 
 """
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from lowtide._analyze.access import accesses
+from lowtide._analyze.access import accesses, producers
 from lowtide._analyze.load import load_curve
-from lowtide._ir import Drop, OpIndex, Phase, Plan, Swap, Trace, ValueId
+from lowtide._ir import Drop, Hold, OpIndex, Phase, Plan, Rerun, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
@@ -29,10 +29,11 @@ _MOST_SECONDS = 100
 class Act(IntEnum):
     """In the order in which acts of one event are done."""
 
-    LEAVE = 0
-    DROP = 1
-    RELEASE = 2
-    FETCH = 3
+    HOLD = 0
+    LEAVE = 1
+    DROP = 2
+    RELEASE = 3
+    FETCH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Action:
 
     act: Act
     who: int
-    at: int = 0  # where in the tier, for LEAVE
+    at: int = 0  # where in the tier, for LEAVE; which source of the cell's value, for HOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Script:
     swapped_bytes: int  # that leave in a step
     steps_whole: bool  # nothing is gained by an optimizer's step in pieces
     plan: Plan
+    together: Mapping[int, tuple[int, ...]]  # saves -> those that are made again with each
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
     )
@@ -77,7 +79,8 @@ class Script:
 def write_script(observed: Observed, plan: Plan) -> Script:
     """Tie each swap's positions to events, and each drop's."""
     found: list[list[Action]] = [[] for _ in observed.codes]
-    dropped = _write_drops(observed, plan, found)
+    dropped = _write_drops(observed, plan, found) | _write_holds(observed, plan, found)
+    together = _together(observed, plan)
     if plan.remakes:  # swaps are of the step with its reruns in it
         step = remade(observed.trace, plan.remakes)
         positions = tuple(OpIndex(step.position(at)) for at in observed.positions)
@@ -104,6 +107,7 @@ def write_script(observed: Observed, plan: Plan) -> Script:
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
         steps_whole=_steps_whole(observed, plan),
         plan=plan,
+        together=together,
     )
 
 
@@ -129,6 +133,42 @@ def _write_drops(observed: Observed, plan: Plan, found: Sequence[list[Action]]) 
     return frozenset(dropped)
 
 
+def _write_holds(observed: Observed, plan: Plan, found: Sequence[list[Action]]) -> frozenset[int]:
+    """When something that is made from it is saved: that leads to it."""
+    trace = observed.trace
+    held = {one.value for one in plan.remakes if isinstance(one, Hold)}
+    if not held:
+        return frozenset()
+    packs = [at for at, code in enumerate(observed.codes) if code >= 0]
+    makers = producers(trace)
+    wanted = set()
+    for value, number in sorted(observed.saves.items()):
+        maker = makers.get(value)
+        if maker is None or number >= len(packs):
+            continue
+        at = packs[number]
+        for place, operand in enumerate(trace.ops[maker].operands):
+            if operand.value in held and observed.positions[at] <= trace.values[operand.value].end:
+                held.discard(operand.value)
+                found[at].append(Action(Act.HOLD, number, place))
+                wanted.add(number)
+    return frozenset(wanted)
+
+
+def _together(observed: Observed, plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Saves that are made again at one position: those that a later op needs come along."""
+    by_position: dict[int, set[int]] = defaultdict(set)
+    for one in plan.remakes:
+        if isinstance(one, Rerun):
+            made = observed.trace.ops[one.op].writes
+            by_position[one.before] |= {observed.saves[v] for v in made if v in observed.saves}
+    found: dict[int, set[int]] = defaultdict(set)
+    for group in by_position.values():
+        for number in group:
+            found[number] |= group - {number}
+    return {number: tuple(sorted(others)) for number, others in found.items() if others}
+
+
 def _steps_whole(observed: Observed, plan: Plan) -> bool:
     """Whether optimizers may step at once: no state leaves, and there is room for what that takes.
 
@@ -150,7 +190,7 @@ def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Bytes are released from the last copy to the first: who waits for it waits only once."""
     releases = [action for action in actions if action.act is Act.RELEASE]
     return (
-        *(action for action in actions if action.act in (Act.LEAVE, Act.DROP)),
+        *(action for action in actions if action.act in (Act.HOLD, Act.LEAVE, Act.DROP)),
         *reversed(releases),
         *(action for action in actions if action.act is Act.FETCH),
     )
