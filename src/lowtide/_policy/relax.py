@@ -32,6 +32,15 @@ class Relaxed:
     held: dict[int, float]
 
 
+def can_relax() -> bool:
+    """Whether there is a solver."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def relax(ground: Ground, load: Curve, limit: int, stay: Container[int] = ()) -> Relaxed | None:
     """The best in parts, where each op holds `load` bytes, and values in `stay` are not dropped.
 
