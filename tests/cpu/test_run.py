@@ -1,8 +1,13 @@
 """`lowtide run`: the script is the person's own, and so is how it ends."""
 
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from lowtide._report.status_text import render_status
 
 TRAIN = """
 import sys, torch
@@ -98,3 +103,49 @@ def test_a_script_runs_within_a_budget(tmp_path: Path) -> None:
     code, out, err = run(script, flags=("--budget", "1MiB"))
     assert (code, out) == (2, "")
     assert err.startswith("lowtide: the budget is 1.00 MiB (1048576 bytes), but swapping cannot go")
+
+
+DEEP = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+                              for _ in range(6)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    model(torch.ones(512, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained")
+"""
+
+
+def test_on_a_terminal_a_line_tells_of_the_last_step(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DEEP)
+    flags = ["--budget", "0.6", "--policy", "tide"]
+    command = [sys.executable, "-m", "lowtide", "run", *flags, str(script)]
+    reader, writer = os.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, text=True) as process:
+        os.close(writer)
+        said = b""
+        with suppress(OSError):  # how the end of a terminal looks
+            while part := os.read(reader, 4096):
+                said += part
+        os.close(reader)
+        assert process.stdout is not None
+        assert process.stdout.read() == "trained\n"
+    assert process.returncode == 0
+    lines = said.decode().split("\r\x1b[K")
+    assert any(line.startswith("lowtide: step ") for line in lines), lines
+    assert lines[-1].startswith("budget: tide, 6 steps")
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    known: dict[str, Any] = {"step": 3, "mode": "planned", "budget_bytes": 2 << 30}
+    assert (
+        render_status(**known, peak_bytes=1 << 30, seconds=1.5, plain_seconds=1.0)
+        == "step 3, planned, peak 1.00 GiB of 2.00 GiB, 1.50x the plain step"
+    )
+    assert (
+        render_status(**known, peak_bytes=0, seconds=0.0, plain_seconds=0.0)
+        == "step 3, planned, budget 2.00 GiB"
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from lowtide._analyze.access import producers
@@ -10,6 +10,7 @@ from lowtide._analyze.load import rounded_bytes
 from lowtide._analyze.recompute import obstacles
 from lowtide._ir import Op, OpIndex, Trace, ValueId
 
+_LONGEST = 48  # ops that are looked at to make one value again
 _MOST_HELD = 256  # ops between the moment at which backward asks for a value and its use
 
 
@@ -81,7 +82,7 @@ class Ground:
             if not value.before and self.maker[i] < 0 and lives:
                 self.appearing[value.first].append(i)
         self.holdable = self._holdable(runtime)
-        self.seconds = [trace.ops[maker].seconds if maker >= 0 else 0.0 for maker in self.maker]
+        self._seconds: dict[frozenset[int], list[float]] = {}
         self.starts = [*accumulate((op.seconds for op in trace.ops), initial=0.0)]
         near: list[set[int]] = [set() for _ in range(count)]
         for i, op in enumerate(trace.ops):
@@ -93,6 +94,36 @@ class Ground:
             tuple(other for other in others if self.can[other] and other != i)
             for i, others in enumerate(near)
         ]
+
+    def seconds(self, holds: frozenset[int] = frozenset()) -> list[float]:
+        """Of each value, what it takes to make it again when all is there that lives so long.
+
+        What is over by the time of its next use after a while has to be made first, unless it is
+        held.
+        """
+        found = self._seconds.get(holds)
+        if found is None:
+            self._seconds.clear()
+            found = self._seconds[holds] = [self._chain(v, holds) for v in range(len(self.size))]
+        return found
+
+    def _chain(self, value: int, holds: frozenset[int]) -> float:
+        if self.maker[value] < 0:
+            return 0.0
+        values = self.trace.values
+        uses = [self.maker[value], *self.uses[value]]
+        until = max(pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, uses[-1]))[1]
+        ops = {self.maker[value]}
+        stack = [self.maker[value]]
+        while stack and len(ops) < _LONGEST:
+            for source in self.sources[stack.pop()]:
+                over = not values[source].after and values[source].end <= until
+                if over and source not in holds and self.can[source]:
+                    maker = self.maker[source]
+                    if maker not in ops:
+                        ops.add(maker)
+                        stack.append(maker)
+        return sum(self.trace.ops[op].seconds for op in ops)
 
     def _want_what_is_asked_for(self) -> None:
         """Saved values are used when backward asks for them, and held until its op runs."""

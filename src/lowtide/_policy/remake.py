@@ -10,7 +10,7 @@ of these matters, and `weights` correct it for single values: a search tries man
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -54,7 +54,7 @@ def remake(
     weights: Weights | None = None,
     most_seconds: float = inf,
     swaps: Sequence[Swap] = (),
-    holds: Container[int] = (),
+    holds: frozenset[int] = frozenset(),
 ) -> tuple[float, list[Remake]] | None:
     """The seconds of what runs again, and what is done; None: more than `most_seconds`.
 
@@ -78,7 +78,7 @@ class _Pass:
         weights: Weights | None,
         most_seconds: float,
         swaps: Sequence[Swap],
-        holds: Container[int],
+        holds: frozenset[int],
     ) -> None:
         self._ground = ground
         self._holds = holds
@@ -102,13 +102,14 @@ class _Pass:
         )
         self._locked = [0] * count
         self._free = np.zeros(count, dtype=bool)  # there, not locked, and can be made again
-        self._cost = np.array(ground.seconds)
+        self._seconds = ground.seconds(holds)
+        self._cost = np.array(self._seconds)
         static = np.array(ground.size, dtype=np.float64) ** taste.size
         self._static = 1 / np.maximum(static, 1)
         if weights is not None:
             self._static *= weights
         self._due = np.full(count, np.inf)  # when it is needed next, in plain seconds
-        self._gone = Gone(ground.seconds)
+        self._gone = Gone(self._seconds)
         self._is_gone = self._gone.is_gone
         self._ends = [value.end for value in ground.trace.values]
         self._opening: dict[int, list[int]] = defaultdict(list)  # what may go from there on
@@ -301,7 +302,7 @@ class _Pass:
         for other in ground.near[value]:
             if not self._is_gone[other]:
                 around = self._gone.seconds_of(ground.near[other])
-                self._cost[other] = ground.seconds[other] + around
+                self._cost[other] = self._seconds[other] + around
 
     # What comes back.
 

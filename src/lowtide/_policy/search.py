@@ -252,11 +252,9 @@ def _alike(ground: Ground, values: Iterable[int]) -> list[list[int]]:
 
 def _dear(problem: Problem, ground: Ground) -> Scores:
     """First what cannot be made again, then what takes long to make for its size."""
+    seconds = ground.seconds()
     found = np.array(
-        [
-            ground.seconds[c.value] / c.bytes if ground.can[c.value] else np.inf
-            for c in problem.found
-        ]
+        [seconds[c.value] / c.bytes if ground.can[c.value] else np.inf for c in problem.found]
     )
     most = found[np.isfinite(found)].max(initial=0.0)
     return np.where(np.isfinite(found), found, 2 * most + 1.0)

@@ -1,7 +1,7 @@
 """A training loop under a budget of bytes: hooks, tiers, policy and driver put together."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -28,12 +28,14 @@ from lowtide._policy.candidates import Reach
 from lowtide._policy.ground import Runtime
 from lowtide._policy.tide import tide
 from lowtide._report.delta_text import DeltaSummary
+from lowtide._report.status_text import render_status
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.planned import Mode as PlannedMode
 from lowtide._runtime.delta.planned import Planned
+from lowtide._runtime.holdings import device_of, parameters, persistent, trained
 from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
@@ -84,7 +86,7 @@ class Budgeted:
         self._machine: Machine | None = None
         self._model = model
         self._given = optimizers
-        self._device = _device_of(itertools.chain(_parameters(model), *map(_trained, optimizers)))
+        self._device = device_of(itertools.chain(parameters(model), *map(trained, optimizers)))
         self._tiers: dict[torch.device, Tier] = {}
         self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
         self._dynamic: Dynamic | None = None
@@ -159,6 +161,28 @@ class Budgeted:
             measured_peak_bytes=self._measured_peak,
             measured_seconds=seconds[len(seconds) // 2] if seconds else 0.0,
             below_bytes=sum(tier.held_bytes() for tier in self._tiers.values()),
+        )
+
+    def status(self) -> str:
+        """The last step in one line."""
+        dynamic = self._dynamic
+        if dynamic is None:
+            script = self._driver.following.script
+            mode = str(self._driver.modes[-1]) if self._driver.modes else ""
+            step, peak = self._driver.steps.total(), 0
+        else:
+            planned = dynamic.planned
+            script = None if planned is None else planned.following.script
+            mode = str(planned.modes[-1]) if planned is not None and planned.modes else "dynamic"
+            step, peak = dynamic.steps, dynamic.peaks[-1] if dynamic.peaks else 0
+        by_plan = script is not None and mode == PlannedMode.PLANNED and len(script.seconds) > 0
+        return render_status(
+            step=step,
+            mode=mode,
+            peak_bytes=peak,
+            budget_bytes=self._bytes or 0,
+            seconds=script.seconds[-1] if script is not None and by_plan else 0.0,
+            plain_seconds=script.plan.plain_seconds if script is not None and by_plan else 0.0,
         )
 
     def dynamic_summary(self) -> DeltaSummary | None:
@@ -287,9 +311,7 @@ class Budgeted:
         if self._bytes is None or self._device is None or self._budget == FREE:
             return False
         optimizers = {id(o): o for o in (*self._given, *self._driver.optimizers.all())}
-        stays = sum(
-            p.nbytes for p in _persistent(self._model, [*optimizers.values()], self._device)
-        )
+        stays = sum(p.nbytes for p in persistent(self._model, [*optimizers.values()], self._device))
         if self._device.type == "cuda":
             held = torch.cuda.memory_allocated(self._device)
         else:
@@ -356,38 +378,3 @@ def _is_share(budget: str | float) -> bool:
         return float(text) <= 1
     except ValueError:
         return False
-
-
-def _parameters(model: nn.Module | None) -> Iterable[torch.Tensor]:
-    return () if model is None else model.parameters()
-
-
-def _trained(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device that holds most of them."""
-    held: dict[torch.device, int] = {}
-    for tensor in tensors:
-        held[tensor.device] = held.get(tensor.device, 0) + tensor.nbytes
-    return max(held, key=lambda device: held[device], default=None)
-
-
-def _persistent(
-    model: nn.Module | None, optimizers: Sequence[Optimizer], device: torch.device
-) -> Iterator[torch.Tensor]:
-    """Weights, gradients and optimizer state."""
-    seen: set[int] = set()
-    for parameter in itertools.chain(_parameters(model), *map(_trained, optimizers)):
-        if id(parameter) in seen or parameter.device != device:
-            continue
-        seen.add(id(parameter))
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            if isinstance(state, dict):
-                yield from (t for t in state.values() if isinstance(t, torch.Tensor))

@@ -88,6 +88,7 @@ class Tide:
         verify: str = "first",
         host_budget: str | int | None = None,
         folder: Path | None = None,
+        live: Callable[[str], None] | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise BadInput(f"model is a {type(model).__name__}: give an nn.Module or None")
@@ -106,6 +107,7 @@ class Tide:
         self._model = model
         self._optimizers = _optimizers(optimizer)
         self._tell = tell
+        self._live = live  # told of every step
         self._lock = threading.Lock()
         self._undo: ExitStack | None = None
         self._pool: Pool | None = None
@@ -193,6 +195,8 @@ class Tide:
         with self._lock:  # optimizers may step in several threads
             if self._budgeted is not None:
                 self._budgeted.mark()
+                if self._live is not None:
+                    self._live(self._budgeted.status())
                 if self._pool is None and self._place is not None and self._budgeted.is_settled():
                     self._pool = Pool(self._place.core, self._place, self._tell)
                     return

@@ -20,10 +20,12 @@ def run_script(
     policy: str = "autoswap",
     host_budget: str | None = None,
     folder: Path | None = None,
+    live: Callable[[str], None] | None = None,
 ) -> None:
     """Run `script` with `args`; what it raises ends it as it would have without lowtide.
 
-    `tell` is given a line where something cannot be had, and the summary at the end.
+    `tell` is given a line where something cannot be had, and the summary at the end; `live`, if
+    there is somebody to watch, a line about every step.
     """
     if not script.is_file():
         raise BadInput(f"{script} is not a file: name the training script to run")
@@ -37,6 +39,7 @@ def run_script(
         policy=policy,
         host_budget=host_budget,
         folder=None if folder is None else folder.absolute(),  # the script may change directory
+        live=live,
     )
     refused = False
     with as_main(script, args), tide:
