@@ -4,8 +4,9 @@ A linear programme. Values may go in part, and ops run again in part: an op as m
 what it makes, and then what it reads must be there. It is, or it is made again, or it was held.
 What is away while an op runs makes up for what is above the limit there.
 
-The answer is a guide, no bound: what is over is taken to be needed when it is first wanted, and what
-ops that run again hold meanwhile is not counted. It is mostly whole, so a search can start from it.
+The answer is a guide, no bound: what is over is taken to be needed when it is first wanted, and
+what ops that run again hold meanwhile is not counted. It is mostly whole, so that a search can
+start from it.
 Needs `lowtide[plan]`.
 """
 

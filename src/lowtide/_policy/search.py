@@ -21,7 +21,7 @@ from lowtide._ir import Rerun, Swap
 from lowtide._policy.candidates import Candidate
 from lowtide._policy.ground import Ground
 from lowtide._policy.joint import Choice, Task, Trial, attempt
-from lowtide._policy.problem import Problem, choose
+from lowtide._policy.problem import Problem, choose, plain_score
 from lowtide._policy.relax import can_relax, relax
 from lowtide._policy.remake import Stuck, Taste, Weights
 from lowtide._policy.schedule import schedule
@@ -136,9 +136,11 @@ class Search:
     def _swap(self, problem: Problem, until: float, *, guided: bool) -> None:
         """Try to swap more and more."""
         peak, limit = problem.plain_peak, self._task.limit
-        for share in _SHARES:
+        alone = [plain_score(problem, name, limit) for name in ("swdoa", "doa", "vote")]
+        beside = [_dear(problem, self._ground), None]
+        for share, orders in ((1.0, alone), *((share, beside) for share in _SHARES)):
             aim = round(peak - share * (peak - limit))
-            for scores in (_dear(problem, self._ground), None):
+            for scores in orders:
                 picked = choose(problem, scores, aim).chosen
                 for within in (None, aim):
                     now = time.perf_counter()
@@ -147,8 +149,9 @@ class Search:
                     swaps = tuple(_scheduled(problem, picked, within))
                     if not swaps:
                         continue
-                    self._try(replace(self._choice, swaps=swaps))
-                    if guided:
+                    choice = Choice() if orders is alone else self._choice
+                    self._try(replace(choice, swaps=swaps), thorough=orders is alone)
+                    if guided and orders is beside:
                         self._guide(swaps, min(until, now + (until - now) / 4))
                     elif self.best is None:
                         for taste in _FEW:
