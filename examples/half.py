@@ -24,23 +24,24 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent))
 from train_gpt import GPT  # type: ignore[import-not-found]
 
-STEPS, BATCH, LENGTH, WIDTH, LAYERS, WORDS = 8, 16, 128, 192, 6, 2000
+BATCH, LENGTH, WIDTH, LAYERS, WORDS = 16, 128, 192, 6, 2000
 SHARE = 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--report", type=Path, help="write a page about the plan here")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plain or options.budget:
-        print(json.dumps(train(options.budget, options.report)))
+        print(json.dumps(train(options.steps, options.budget, options.report)))
         return
-    print(
-        f"a GPT of {LAYERS} layers, {STEPS} steps of {BATCH} x {LENGTH} tokens, plainly", flush=True
-    )
-    plain = run("--plain")
+    what = f"a GPT of {LAYERS} layers, {options.steps} steps of {BATCH} x {LENGTH} tokens"
+    print(f"{what}, plainly", flush=True)
+    steps = ["--steps", str(options.steps)]
+    plain = run("--plain", *steps)
     budget = int(SHARE * plain["peak_bytes"])
     print(f"... and within {budget / 2**20:.1f} MiB", flush=True)
     ours = run(
@@ -67,7 +68,7 @@ def run(*how: str) -> dict[str, Any]:
     return found
 
 
-def train(budget: int | None, report: Path | None) -> dict[str, Any]:
+def train(steps: int, budget: int | None, report: Path | None) -> dict[str, Any]:
     torch.manual_seed(0)
     losses, seconds = [], []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -79,7 +80,7 @@ def train(budget: int | None, report: Path | None) -> dict[str, Any]:
 
             around = lowtide.fit(model, optimizer, budget=budget, policy="tide")
         with around as tide:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 began = time.perf_counter()
                 tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1))
                 loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -96,7 +97,7 @@ def train(budget: int | None, report: Path | None) -> dict[str, Any]:
     bits = b"".join(tensor.detach().numpy().tobytes() for tensor in state)
     return {
         "losses": losses,
-        "seconds": median(seconds[STEPS // 2 :]),
+        "seconds": median(seconds[steps // 2 :]),
         "peak_bytes": peak_bytes(profiler),
         "digest": hashlib.sha256(bits).hexdigest() + str(losses),
         "summary": summary,

@@ -11,6 +11,7 @@ import pytest
 from lowtide import Trace, load_trace
 from lowtide._ir import Kind, Phase
 
+ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import torch
 from torch import nn
@@ -378,3 +379,15 @@ def test_a_script_that_forks_is_traced_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("child ends") == 1  # the parent is ended before
     assert done.stdout.count("wrote step.trace") == 1
+
+
+def test_the_demo_trains_in_half_the_memory(tmp_path: Path) -> None:
+    page = tmp_path / "half.html"
+    command = [sys.executable, str(ROOT / "examples" / "half.py"), "--steps", "4"]
+    done = subprocess.run(
+        [*command, "--report", str(page)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same, bit for bit" in done.stdout
+    assert "1 dynamic, 1 traced, 2 planned" in done.stdout
+    assert page.exists()

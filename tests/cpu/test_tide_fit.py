@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_every_value_that_was_made_again_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize(("name", "share"), [("odd", 0.6), ("rnn", 0.5), ("bert", 0.6)])
-def test_the_peak_is_what_was_planned(name: str, share: float) -> None:
+def test_the_peak_is_what_was_planned(name: str, share: float, tmp_path: Path) -> None:
     budget = int(share * max(plain(name).peaks))
     job = JOBS[name]()
     with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
@@ -90,6 +91,9 @@ def test_the_peak_is_what_was_planned(name: str, share: float) -> None:
         [script] = planned_of(tide).following.scripts
     assert len(set(peaks[3:])) == 1
     assert peaks[-1] == pytest.approx(script.plan.peak_bytes, rel=0.02)
+    page = tmp_path / "report.html"
+    tide.save_report(page)
+    assert "measured" in page.read_text()
     said = tide.summary()
     assert f"1 dynamic, 1 traced, {STEPS - 2} planned" in said
     assert "planned   peak" in said and "measured  peak" in said
@@ -216,3 +220,14 @@ def test_a_plan_that_cannot_be_made_is_told_once_and_done_without(
         planned = check("mlp", 0.5)
     assert len(w) == 1
     assert planned.steps == {Mode.DYNAMIC: STEPS - 1, Mode.TRACED: 1}
+
+
+def test_a_report_without_a_plan_is_refused(tmp_path: Path) -> None:
+    job = JOBS["mlp"]()
+    with lowtide.fit(job.model, job.optimizers, budget="1GiB", policy="tide") as tide:
+        job.step()
+    with pytest.raises(lowtide.BadInput, match="no step was planned yet"):
+        tide.save_report(tmp_path / "x.html")
+    with pytest.raises(lowtide.BadInput, match="there is no budget"):
+        lowtide.fit(job.model).save_report(tmp_path / "x.html")
+    assert not [*tmp_path.iterdir()]

@@ -16,7 +16,8 @@ from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.bound import least_recompute_seconds
 from lowtide._policy.ground import Ground
 from lowtide._policy.relax import Relaxed, relax
-from lowtide._policy.remake import Stuck, Taste, remake
+from lowtide._policy.remake import remake
+from lowtide._policy.taste import Stuck, Taste
 from lowtide._policy.tide import tide
 from lowtide._simulate.check import find_bad_swap
 from lowtide._simulate.reference import simulate_slowly

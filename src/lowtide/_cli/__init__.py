@@ -16,6 +16,8 @@ import click
 from lowtide import __version__
 from lowtide._check import find_flaw
 from lowtide._cli.doctor import doctor_command
+from lowtide._cli.live import LiveLine
+from lowtide._cli.plan import plan_command, read_plan, report_plan, write_perfetto
 from lowtide._cli.simulate import simulate_command
 from lowtide._errors import BadInput, LowtideError
 from lowtide._files import check_writable, write_whole
@@ -128,17 +130,24 @@ def run_command(
 ) -> None:
     """Train with SCRIPT, unchanged, within a budget of bytes; ARGS go to it.
 
-    What it does and prints, and its exit code, are its own. At the end a summary of the memory
-    is added on the standard error.
+    What it does and prints, and its exit code, are its own. On a terminal a line tells of the
+    last step; at the end a summary of the memory is added on the standard error.
     """
     if pool_only == (budget is not None):
         raise BadInput("give lowtide run either a --budget or --pool-only")
     from lowtide._runtime.run import run_script
 
+    line = LiveLine()
+
+    def tell(text: str) -> None:
+        line.clear()
+        click.echo(text, err=True)
+
     run_script(
         script,
         args,
-        tell=lambda text: click.echo(text, err=True),
+        tell=tell,
+        live=line.show if line.can_be_seen() else None,
         budget=budget,
         policy=policy,
         host_budget=host_budget,
@@ -148,23 +157,38 @@ def run_command(
 
 @cli.command()
 @click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("plan", required=False, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the page here.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the page with the timeline here."
+    "--perfetto", type=click.Path(path_type=Path), help="Write the step for ui.perfetto.dev here."
 )
 @_force
-def report(trace: Path, output: Path | None, force: bool) -> None:
-    """Show what a recorded step holds in memory, and when: a table, and a page to look at."""
+def report(
+    trace: Path, plan: Path | None, output: Path | None, perfetto: Path | None, force: bool
+) -> None:
+    """Show what a recorded step holds in memory, and when: figures, and a page to look at.
+
+    With a PLAN of `lowtide plan`: what becomes of the step by it.
+    """
     from lowtide._analyze.summary import summarize
     from lowtide._report.html import render_timeline
 
-    if output is not None:
-        check_writable(output, force=force)
+    if output is not None and output == perfetto:
+        raise BadInput(f"{output} cannot be both the page and the step: name two files")
+    for path in (output, perfetto):
+        if path is not None:
+            check_writable(path, force=force)
     step = load_trace(trace)
+    if plan is not None:
+        report_plan(step, read_plan(plan, step, trace), output, perfetto)
+        return
     summary = summarize(step)
     _print(summary)
     if output is not None:
         write_whole(output, render_timeline(step, summary).encode())
         click.echo(f"wrote {output}")
+    if perfetto is not None:
+        write_perfetto(step, None, perfetto)
 
 
 @cli.group(name="import")
@@ -372,4 +396,5 @@ def _print(summary: "Summary") -> None:
 
 
 cli.add_command(doctor_command)
+cli.add_command(plan_command)
 cli.add_command(simulate_command)

@@ -88,7 +88,6 @@ def simulate_command(
     machine's link. Exit code 3: the budget cannot be met.
     """
     from lowtide._machine.find import find_machine
-    from lowtide._machine.link import line
     from lowtide._machine.roofline import scaled
     from lowtide._policy.candidates import Reach
 
@@ -98,12 +97,8 @@ def simulate_command(
         raise BadInput("give a --budget, or --mode free for the lowest peak, or --sweep for all")
     if policy == "tide" and (sweep or mode != "limit"):
         raise BadInput("--policy tide keeps a budget: give --budget, without --sweep or --mode")
-    if no_swap and policy != "tide":
-        raise BadInput(f"--policy {policy} does nothing but swap: leave --no-swap out")
-    where = find_machine(machine)
-    if link is not None:
-        each_way = line(_LATENCY_SECONDS, parse_rate(link))
-        where = dataclasses.replace(where, out=each_way, back=each_way)
+    check_policy(policy, no_swap=no_swap)
+    where = machine_with(machine, link)
     step = load_trace(trace)
     if traced_on is not None:
         step = scaled(step, find_machine(traced_on), where)
@@ -118,37 +113,42 @@ def simulate_command(
 
         def plan(limit: int | None) -> "Plan":
             if policy == "autoswap":
-                return _plan(step, where, limit, score, mode, Reach(reach))
-            from lowtide._policy.tide import tide
-
+                return plan_swaps(step, where, limit, score, mode, Reach(reach))
             assert limit is not None
-            return tide(
-                step,
-                None if no_swap else where,
-                limit=limit,
-                seconds=seconds,
-                smallest=min(_SMALLEST_SWAPPED, limit // _MANY),
-                host_budget=where.host_bytes,
-            )
+            return plan_tide(step, where, limit, seconds, no_swap=no_swap)
 
-        _single(step, budget, plan, as_json)
+        show_plan(step, plan_within(step, budget, plan)[0], as_json=as_json)
 
 
-def _single(
-    step: "Trace",
-    budget: str | None,
-    make_plan: "Callable[[int | None], Plan]",
-    as_json: bool,
-) -> None:
-    from lowtide._analyze.load import find_peak, rounded_bytes
-    from lowtide._ir import Rerun
+def check_policy(policy: str, *, no_swap: bool) -> None:
+    """Refuse options that contradict each other."""
+    if no_swap and policy != "tide":
+        raise BadInput(f"--policy {policy} does nothing but swap: leave --no-swap out")
+
+
+def machine_with(name: str, link: str | None) -> "Machine":
+    """The machine of that name, with the link that is asked for."""
+    from lowtide._machine.find import find_machine
+    from lowtide._machine.link import line
+
+    found = find_machine(name)
+    if link is None:
+        return found
+    each_way = line(_LATENCY_SECONDS, parse_rate(link))
+    return dataclasses.replace(found, out=each_way, back=each_way)
+
+
+def plan_within(
+    step: "Trace", budget: str | None, make_plan: "Callable[[int | None], Plan]"
+) -> "tuple[Plan, int | None]":
+    """The plan and the budget in bytes; one that cannot be met ends the program with 3."""
+    from lowtide._analyze.load import find_peak
     from lowtide._policy.autoswap import CannotFit
-    from lowtide._simulate.remade import remade
 
     peak = find_peak(step).bytes
     limit = None if budget is None else parse_bytes(budget, peak)
     try:
-        plan = make_plan(limit)
+        return make_plan(limit), limit
     except CannotFit as error:
         share = error.smallest_bytes / peak
         click.echo(
@@ -157,6 +157,14 @@ def _single(
             err=True,
         )
         sys.exit(3)
+
+
+def show_plan(step: "Trace", plan: "Plan", *, as_json: bool = False) -> None:
+    """Print what comes of a plan: a few lines, or one JSON object."""
+    from lowtide._analyze.load import rounded_bytes
+    from lowtide._ir import Rerun
+    from lowtide._simulate.remade import remade
+
     values = remade(step, plan.remakes).trace.values
     swapped = sum(rounded_bytes(step, values[swap.value]) for swap in plan.swaps)
     again = [step.ops[one.op].seconds for one in plan.remakes if isinstance(one, Rerun)]
@@ -204,10 +212,12 @@ def _sweep(step: "Trace", machine: "Machine", reach: "Reach", as_json: bool) -> 
         row = ratios[percent] = {}
         for score in scores:
             try:
-                row[score] = _ratio(_plan(step, machine, limit, score, "limit", reach))
+                row[score] = _ratio(plan_swaps(step, machine, limit, score, "limit", reach))
             except CannotFit:
                 row[score] = None
-    free = {score: _plan(step, machine, None, score, "free", reach).peak_bytes for score in scores}
+    free = {
+        score: plan_swaps(step, machine, None, score, "free", reach).peak_bytes for score in scores
+    }
     if as_json:
         rows = [{"budget_bytes": peak * p // 100, "ratios": row} for p, row in ratios.items()]
         found = {"plain_peak_bytes": peak, "rows": rows, "free_peak_bytes": free}
@@ -237,7 +247,23 @@ def _show_sweep(
     Console().print(table)
 
 
-def _plan(
+def plan_tide(
+    step: "Trace", machine: "Machine", limit: int, seconds: float, *, no_swap: bool
+) -> "Plan":
+    """By tide, which looks for so many seconds."""
+    from lowtide._policy.tide import tide
+
+    return tide(
+        step,
+        None if no_swap else machine,
+        limit=limit,
+        seconds=seconds,
+        smallest=min(_SMALLEST_SWAPPED, limit // _MANY),
+        host_budget=machine.host_bytes,
+    )
+
+
+def plan_swaps(
     step: "Trace",
     machine: "Machine",
     limit: int | None,
@@ -245,6 +271,7 @@ def _plan(
     mode: str,
     reach: "Reach",
 ) -> "Plan":
+    """By autoswap."""
     from lowtide._policy.autoswap import autoswap
     from lowtide._policy.candidates import Reach, positions
 

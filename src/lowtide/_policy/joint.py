@@ -18,7 +18,8 @@ from lowtide._ir import Machine, OpIndex, Plan, Remake, Swap, ValueId
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
 from lowtide._policy.problem import SLACKS, Problem, best_within, make_problem
-from lowtide._policy.remake import Taste, Weights, remake
+from lowtide._policy.remake import Weights, remake
+from lowtide._policy.taste import Taste
 from lowtide._simulate.remade import Remade, remade
 
 

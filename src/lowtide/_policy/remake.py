@@ -11,40 +11,20 @@ of these matters, and `weights` correct it for single values: a search tries man
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide._errors import LowtideError
 from lowtide._ir import Drop, Hold, OpIndex, Remake, Rerun, Swap, ValueId
 from lowtide._policy.gone import Gone
 from lowtide._policy.ground import Ground
+from lowtide._policy.taste import Stuck, Taste
 
 Weights = npt.NDArray[np.float64]
 
 _SOON = 0.02  # of the plain step: what is needed within it is made together
 _MOST_RERUNS = 10  # times the ops of the step: then it does not come to an end
-
-
-class Stuck(LowtideError):
-    """Nothing more can be dropped: so many bytes are needed at once."""
-
-    def __init__(self, op: int, needed_bytes: int) -> None:
-        super().__init__(f"op {op} needs {needed_bytes} bytes at once")
-        self.op = op
-        self.needed_bytes = needed_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Taste:
-    """The powers of what dropping a value is judged by."""
-
-    cost: float = 1.0
-    size: float = 1.0
-    distance: float = 1.0
-    around: bool = True  # whether what is gone around a value counts
 
 
 def remake(
@@ -83,6 +63,7 @@ class _Pass:
         self._ground = ground
         self._holds = holds
         self._held_until: dict[int, list[int]] = defaultdict(list)
+        self._held_at: dict[int, int] = {}  # where in `done` a value is taken hold of, or let go
         self._limit = limit - ground.trace.unseen_bytes
         self._taste = taste
         self._most = most_seconds
@@ -160,7 +141,18 @@ class _Pass:
                     self._lock(value)
         except _Enough:
             return None
-        return self.seconds, self.done
+        return self.seconds, self._useful()
+
+    def _useful(self) -> list[Remake]:
+        """What is done, without holding what nothing was made from."""
+        read = {
+            source
+            for one in self.done
+            if isinstance(one, Rerun)
+            for source in self._ground.sources[one.op]
+        }
+        useless = {at for at, value in self._held_at.items() if value not in read}
+        return [one for at, one in enumerate(self.done) if at not in useless]
 
     # What is there.
 
@@ -211,6 +203,7 @@ class _Pass:
 
     def _hold(self, value: int) -> None:
         until = self._ground.holdable[value]
+        self._held_at[len(self.done)] = value
         self.done.append(Hold(OpIndex(self._position), ValueId(value)))
         self._lock(value)
         self._held_until[until].append(value)
@@ -218,6 +211,7 @@ class _Pass:
     def _let_go(self, value: int) -> None:
         self._locked[value] -= 1
         self._position += 1  # after the op
+        self._held_at[len(self.done)] = value
         self._drop(value)
         self._position -= 1
 

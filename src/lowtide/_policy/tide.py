@@ -11,8 +11,8 @@ from lowtide._ir import Machine, OpIndex, Plan, Trace
 from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.ground import Ground, Runtime
 from lowtide._policy.joint import Choice, Task, as_plan, attempt
-from lowtide._policy.remake import Stuck
 from lowtide._policy.search import Search
+from lowtide._policy.taste import Stuck
 from lowtide._simulate.remade import remade
 from lowtide._units import format_bytes
 

@@ -28,6 +28,7 @@ from lowtide._policy.candidates import Reach
 from lowtide._policy.ground import Runtime
 from lowtide._policy.tide import tide
 from lowtide._report.delta_text import DeltaSummary
+from lowtide._report.plan_html import Measured, render_plan
 from lowtide._report.status_text import render_status
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
@@ -161,6 +162,23 @@ class Budgeted:
             measured_peak_bytes=self._measured_peak,
             measured_seconds=seconds[len(seconds) // 2] if seconds else 0.0,
             below_bytes=sum(tier.held_bytes() for tier in self._tiers.values()),
+        )
+
+    def render(self) -> str:
+        """A page about the plan that was followed most."""
+        self._look_at_peak()
+        dynamic = self._dynamic
+        peak = self._measured_peak
+        scripts = self._driver.following.scripts
+        if dynamic is not None and dynamic.planned is not None:
+            scripts = dynamic.planned.following.scripts
+            peak = dynamic.peaks[-1] if dynamic.peaks else 0
+        script = max(scripts, key=lambda script: len(script.seconds), default=None)
+        if script is None:
+            raise BadInput("no step was planned yet: a report needs a few steps by policy tide")
+        measured = Measured(peak, median(script.seconds)) if script.seconds else None
+        return render_plan(
+            script.trace, script.plan, self._machine, measured, budget_bytes=self._bytes
         )
 
     def status(self) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowtide._errors import BadInput, LowtideWarning
+from lowtide._files import write_whole
 from lowtide._native import NoNative
 from lowtide._report.delta_text import render_delta
 from lowtide._report.pool_text import render_pool
@@ -171,6 +172,12 @@ class Tide:
         elif self._wants_pool and (self._budgeted is None or self.told_off):
             parts.append(f"pool: off: {self._off}")
         return "\n".join(parts)
+
+    def save_report(self, path: str | Path) -> None:
+        """A page to look at: what was planned for a step and why, beside what was measured."""
+        if self._budgeted is None:
+            raise BadInput("there is no budget, so nothing was planned: give lowtide.fit one")
+        write_whole(Path(path), self._budgeted.render().encode())
 
     def _start(self) -> None:
         """Put the pool in place, now that CUDA is in use."""

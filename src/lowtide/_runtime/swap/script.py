@@ -70,6 +70,7 @@ class Script:
     swapped_bytes: int  # that leave in a step
     steps_whole: bool  # nothing is gained by an optimizer's step in pieces
     plan: Plan
+    trace: Trace  # of the step that was planned
     together: Mapping[int, tuple[int, ...]]  # saves -> those that are made again with each
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
@@ -78,6 +79,7 @@ class Script:
 
 def write_script(observed: Observed, plan: Plan) -> Script:
     """Tie each swap's positions to events, and each drop's."""
+    trace = observed.trace
     found: list[list[Action]] = [[] for _ in observed.codes]
     dropped = _write_drops(observed, plan, found) | _write_holds(observed, plan, found)
     together = _together(observed, plan)
@@ -107,6 +109,7 @@ def write_script(observed: Observed, plan: Plan) -> Script:
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
         steps_whole=_steps_whole(observed, plan),
         plan=plan,
+        trace=trace,
         together=together,
     )
 
