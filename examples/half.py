@@ -44,9 +44,8 @@ def main() -> None:
     plain = run("--plain", *steps)
     budget = int(SHARE * plain["peak_bytes"])
     print(f"... and within {budget / 2**20:.1f} MiB", flush=True)
-    ours = run(
-        "--budget", str(budget), *(["--report", str(options.report)] if options.report else [])
-    )
+    asked = ["--report", str(options.report)] if options.report else []
+    ours = run("--budget", str(budget), *steps, *asked)
     print(f"\n{'':12}{'plain':>16}{'lowtide':>16}")
     for i, (one, other) in enumerate(zip(plain["losses"], ours["losses"], strict=True)):
         print(f"loss {i:<7}{one:>16.9f}{other:>16.9f}")
