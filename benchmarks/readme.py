@@ -270,6 +270,32 @@ def pool_table() -> str:
     return "\n".join(lines)
 
 
+def offline_table() -> str:
+    """Time over plain's at each share of the peak."""
+    results: dict[str, Any] = json.loads((RESULTS / "offline.json").read_text())
+    shares = list(next(iter(results["traces"].values())))
+    lines = [
+        f"| trace | by | {' | '.join(shares)} |",
+        f"|---|---|{'---:|' * len(shares)}",
+    ]
+
+    def row(name: str, by: str, figures: list[float | None]) -> None:
+        cells = ["does not fit" if figure is None else f"{figure:.3f}" for figure in figures]
+        lines.append(f"| {name} | {by} | {' | '.join(cells)} |")
+
+    def over(found: dict[str, Any]) -> float | None:
+        return None if "error" in found else 1 + found["overhead"]
+
+    for name, points in results["traces"].items():
+        rows = [points[share] for share in shares]
+        row(name, "recomputing, tide", [over(point) for point in rows])
+        row("", "DTR's best", [point["dtr"] for point in rows])
+        row("", "no less than", [1 + p["bound"] if "bound" in p else None for p in rows])
+        for policy in ("tide", "autoswap") if "25GB/s" in rows[0] else ():
+            row("", f"25 GB/s, {policy}", [over(point["25GB/s"][policy]) for point in rows])
+    return "\n".join(lines)
+
+
 WITH = {
     "default": "the default allocator",
     "expandable": "expandable segments",
@@ -296,6 +322,7 @@ def main() -> None:
         "pool": pool_table(),
         "swap": swap_table(),
         "delta": delta_tables(),
+        "offline": offline_table(),
         "demo": demo_output(),
         "tracing": tracing_table(),
         "layout": layout_table(),

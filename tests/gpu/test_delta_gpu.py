@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import cap
+from lowtide._runtime.delta.planned import Mode
 
 STEPS = 4
 
@@ -48,14 +49,15 @@ def trained(build: Build, budget: int | None, **how: Any) -> tuple[list[Bits], l
     ("name", "share"),  # what one cuDNN call of the RNN takes is most of its peak
     [(name, share) for name in JOBS for share in ((0.95,) if name == "rnn" else (0.7, 0.5))],
 )
-def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> None:
+@pytest.mark.parametrize("policy", ["delta", "tide"])
+def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float, policy: str) -> None:
     trained(JOBS[name], None)  # libraries take their workspaces
     gc.collect()
     stays = torch.cuda.memory_allocated()
     plain, peaks = trained(JOBS[name], None)
     again, _ = trained(JOBS[name], None)
     budget = stays + int(share * (max(peaks) - stays))
-    ours, held = trained(JOBS[name], budget)
+    ours, held = trained(JOBS[name], budget, policy=policy)
     if find_difference(plain, again) is None:
         assert find_difference(plain, ours) is None
     # What a kernel takes inside is known when it has run once.
@@ -76,7 +78,7 @@ def plain_and_peak() -> tuple[list[float], int]:
     return wide(trained), torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.parametrize("policy", ["delta", "dtr", "delta-as-published"])
+@pytest.mark.parametrize("policy", ["tide", "delta", "dtr", "delta-as-published"])
 def test_no_step_reserves_more_than_the_budget(policy: str) -> None:
     """The first included; and PyTorch's allocator is as it was, afterwards."""
     plain, peak = plain_and_peak()
@@ -91,6 +93,22 @@ def test_no_step_reserves_more_than_the_budget(policy: str) -> None:
         assert torch.cuda.max_memory_reserved() <= budget, tide.summary()
     assert torch.cuda.get_per_process_memory_fraction() == 1
     assert cap._settings() in (settings, "expandable_segments:False")
+
+
+def test_steps_go_by_the_plan() -> None:
+    plain, peak = plain_and_peak()
+    trained = make()
+    with lowtide.fit(*trained, budget=int(0.5 * peak), policy="tide") as tide:
+        assert wide(trained) == plain, tide.summary()
+        assert tide._budgeted is not None
+        assert tide._budgeted._dynamic is not None
+        planned = tide._budgeted._dynamic.planned
+        assert planned is not None
+        assert list(planned.modes)[2:] == [Mode.PLANNED] * 4, tide.summary()
+        script = planned.main_script()
+        assert script is not None
+        peaks = list(tide._budgeted._dynamic.peaks)
+        assert peaks[-1] == pytest.approx(script.plan.peak_bytes, rel=0.05), tide.summary()
 
 
 def test_optimizer_state_goes_when_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

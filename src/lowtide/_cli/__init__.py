@@ -109,7 +109,7 @@ def trace_command(
     default="autoswap",
     show_default=True,
     help="How: autoswap plans from a traced step and swaps; delta decides op by op, from the first "
-    "step on, and also recomputes; dtr and delta-as-published are there to compare with.",
+    "step on, and also recomputes; tide does so by a plan; dtr and delta-as-published compare.",
 )
 @click.option("--host-budget", help="The most main memory to pin for what is swapped.")
 @click.option(

@@ -48,7 +48,8 @@ def fit(
     With policy "autoswap" that is planned from a traced step. With "delta" it is decided op by op
     from the first one on, and values are also recomputed, if that costs less than the transfer
     that cannot be hidden; a recipe is relied on once its result was compared with the original
-    (`verify="first"`; "always" compares each, "never" none). "dtr" only recomputes and
+    (`verify="first"`; "always" compares each, "never" none). "tide" begins like "delta", traces a
+    step, and goes on by a plan that swaps and recomputes. "dtr" only recomputes and
     "delta-as-published" does what that system's code does: they are there to compare with.
 
     `pool` lays each step's memory out so that nothing is lost to fragments; the model, the loop
