@@ -231,6 +231,40 @@ def test_the_block_may_be_left_in_the_middle_of_backward() -> None:
     compare(use, "partial")
 
 
+@pytest.mark.parametrize("policy", ["delta", "tide"])
+@pytest.mark.parametrize("budget", ["26MiB", "30MiB"])
+def test_a_source_may_be_written_to_after_the_step_has_ended(policy: str, budget: str) -> None:
+    """Of a value that was dropped, in a graph that outlives the step."""
+    torch.manual_seed(0)
+    width = 256
+    side, main = (nn.Parameter(torch.randn(width, width) / 16) for _ in range(2))
+    optimizer = torch.optim.SGD([main], lr=1e-3)
+    batches = [torch.randn(2048, width) for _ in range(4)]
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        source = x @ side * 1.5
+        unused = source * source  # saves it
+        late = torch.exp(source).sum()
+        hidden = x @ main
+        for _ in range(6):
+            hidden = torch.tanh(hidden @ main)
+        hidden.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del unused
+        with torch.no_grad():
+            source.zero_()
+        late.backward()
+        assert side.grad is not None
+        slope, side.grad = side.grad, None
+        return slope
+
+    expected = [train(x) for x in batches]  # what `main` has become by then has no part in it
+    with lowtide.fit(None, optimizer, budget=budget, policy=policy):
+        found = [train(x) for x in batches]
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_graph_from_before_the_block_is_finished_in_it() -> None:
     def use(job: Job, budget: int | None) -> list[torch.Tensor]:
         loss = job.model(tokens()[:2])

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,19 @@ from moving import same_machine
 from tight import JOBS, Job, Run, bits_of, find_difference, holding_nothing, run, state_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from untouched import untouched
 
 import lowtide
+from lowtide._analyze.load import find_peak
 from lowtide._errors import LowtideWarning
-from lowtide._ir import Rerun
+from lowtide._ir import Hold, Machine, Plan, Rerun, Trace
+from lowtide._policy.ground import Ground
+from lowtide._policy.remake import remake
+from lowtide._policy.taste import Taste
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.planned import Mode, Planned
+from lowtide._simulate.remade import remade
 
 STEPS = 6
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
@@ -146,6 +153,75 @@ def sized(rows: list[int]) -> Job:
     return Job(model, [optimizer], step)
 
 
+class _Gates(nn.Module):
+    """Of each layer tanh and sigmoid are saved, and not what both are made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            both = layer(x)
+            x = torch.tanh(both) * torch.sigmoid(both)
+            del both
+        return torch.as_tensor(x.square().mean())
+
+
+def gates() -> Job:
+    torch.manual_seed(0)
+    model = _Gates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> torch.Tensor:
+        loss = torch.as_tensor(model(torch.randn(512, 192)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Job(model, [optimizer], step)
+
+
+def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search would choose: all that can be held is, for what is made from it."""
+
+    def hold_all(trace: Trace, _machine: Machine, **asked: Any) -> Plan:
+        ground = Ground(trace, asked["runtime"])
+        found = remake(ground, asked["limit"], Taste(), holds=frozenset(ground.holdable))
+        assert found is not None
+        seconds, remakes = found
+        plain = ground.starts[-1]
+        peak = find_peak(remade(trace, remakes).trace).bytes
+        return Plan(
+            (), peak, plain + seconds, find_peak(trace).bytes, plain, remakes=tuple(remakes)
+        )
+
+    monkeypatch.setattr(budgeting, "tide", hold_all)
+    expected = run(gates, STEPS)
+    budget = int(0.75 * max(expected.peaks))
+    ours = run(gates, STEPS, budget, policy="tide", verify="always")
+    assert find_difference(ours.result, expected.result) is None
+    assert max(ours.peaks) <= budget * (1 + TOLERANCE)
+    job = gates()
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in range(STEPS):
+            job.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        [script] = planned_of(tide).following.scripts
+        held = [one for one in script.plan.remakes if isinstance(one, Hold)]
+        reruns = [one for one in script.plan.remakes if isinstance(one, Rerun)]
+        assert held and reruns
+        names = {script.trace.ops[one.op].name.split(".")[1] for one in reruns}
+        assert "addmm" not in names  # no layer runs again
+        assert not dynamic.room.counts["not dropped"]
+        before = dynamic.replayer.calls
+        job.step()
+        assert dynamic.replayer.calls - before == len(reruns)
+        assert not any(value.held for value in planned_of(tide)._held if not value.dependents)
+
+
 def test_a_scalar_that_changes_is_never_taken_for_the_one_that_was_planned() -> None:
     expected = run(scheduled, 8)
     ours = run(scheduled, 8, int(0.5 * max(expected.peaks)), policy="tide", verify="always")
@@ -207,6 +283,24 @@ def test_an_exception_in_a_traced_or_planned_step(where: str, at: int) -> None:
         found = bits_of(use(int(0.5 * max(plain("gpt").peaks))))
     gc.collect()
     assert find_difference(found, expected) is None
+
+
+def test_a_mode_of_the_program_in_the_step_that_is_traced() -> None:
+    """The recorder cannot leave the stack of modes then; later it does, and another is traced."""
+    expected = plain("mlp").result[:STEPS]
+    job = JOBS["mlp"]()
+    budget = int(0.5 * max(plain("mlp").peaks))
+    losses = []
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for i in range(STEPS):
+            with FlopCounterMode(display=False) if i == 1 else nullcontext():
+                losses.append(job.step())
+        assert torch._C._len_torch_dispatch_stack() == 1  # that which sees ops
+        modes = list(planned_of(tide).modes)
+    assert modes[1] is Mode.TRACED
+    assert modes.count(Mode.TRACED) == 2
+    assert modes[-1] is Mode.PLANNED
+    assert find_difference(bits_of(losses), expected) is None
 
 
 def test_a_plan_that_cannot_be_made_is_told_once_and_done_without(

@@ -156,7 +156,7 @@ class Ground:
             for source in self.sources[maker]:
                 if values[source].after or source in overwritten or not self.size[source]:
                     continue
-                if self.from_on[source] < self.ops and runtime is not None:
+                if runtime is not None and (values[source].saves or source in runtime.movable):
                     continue  # it is saved itself
                 if runtime is not None and packed > values[source].end:
                     continue

@@ -72,9 +72,9 @@ class _Writer:
                 self._now[number] = self._newest[value.storage, value.version] = number
             elif number not in made:
                 appearing[value.first].append(number)
-        at_once = trace.ops[0]
+        touched = [{*op.reads, *op.updates} for op in trace.ops] + [set()]
         for number in ends[0]:
-            if number not in (*at_once.reads, *at_once.updates):
+            if number not in touched[0]:
                 self._end(number)  # the step begins with other bytes in its place
         lead, at = [], []
         for position, op in enumerate(trace.ops):
@@ -88,14 +88,12 @@ class _Writer:
             at.append(len(self._ops))
             for number in overwritten_at_once:
                 self._begin(number, number)
-                if number not in (*op.reads, *op.updates):
+                if number not in touched[position]:
                     self._end(number)
-            self._run(op, [n for n in ends[position] if n in (*op.reads, *op.updates)])
-            following = trace.ops[position + 1] if position + 1 < len(trace.ops) else None
+            self._run(op, [n for n in ends[position] if n in touched[position]])
             for number in ends[position + 1]:
-                touched = following and (*following.reads, *following.updates)
                 stays = trace.values[number].after or number in self._held
-                if not stays and not (touched and number in touched):
+                if not stays and number not in touched[position + 1]:
                     self._end(number)
         lead.append(len(self._ops))
         for remake in todo[len(trace.ops)]:

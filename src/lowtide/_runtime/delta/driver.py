@@ -52,6 +52,7 @@ class Dynamic:
         self.replayer = Replayer(self.ledger, self._costs, self.room.run)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
+        self.room.surely_of = self.trust.surely
         self.room.cost_of = self.replayer.cost
         self.room.failures = self.cap.failures
         self.room.defragment = self.cap.by_page
@@ -61,6 +62,7 @@ class Dynamic:
         self.planned = planned
         if planned is not None:
             planned.room = self.room
+            self.room.spare = planned.let_go
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
         self.has_trained = False
@@ -163,9 +165,12 @@ class Dynamic:
         mode = self._mode
         if self.room.budget is not None and mode is not None and mode.is_on_top():
             self._leave()
-            if planned.wants_trace():
-                planned.trace()
-            self._enter()
+            try:
+                planned.pop_stray()
+                if planned.wants_trace():
+                    planned.trace()
+            finally:
+                self._enter()
         planned.begun()
 
     def _leave(self) -> None:

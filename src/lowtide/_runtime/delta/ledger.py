@@ -152,8 +152,17 @@ class Ledger:
         return storage if self.known(storage) is value else None
 
     def new_graphs(self) -> None:
-        """Recipes lead no further back than here: what is there now counts as given."""
+        """Recipes lead no further back than here: what is there now counts as given.
+
+        What dropped values are to be made from is still known: nobody may write to it unnoticed.
+        """
+        kept = {
+            key: value
+            for key, value in self.values.items()
+            if value.dependents or value.held is not None or value.kept is not None
+        }
         self.values.clear()
+        self.values.update(kept)
 
     def _rounded(self, count: int) -> int:
         return -(-count // self._grain) * self._grain

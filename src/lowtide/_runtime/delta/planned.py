@@ -8,11 +8,13 @@ nothing else, and a step that departs from it goes on as one that was never plan
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 
 import torch
 from torch.optim import Optimizer
 
+from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.recipe import Value
@@ -36,6 +38,7 @@ _MOST_SCRIPTS = 8
 _MOST_MODES = 1000
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
 _NEVER = 1 << 62
+_LONGEST = 1_000_000  # events of a step
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -98,8 +101,7 @@ class Planned:
         observer, self.observer = self.observer, None
         assert observer is not None
         if not observer.can_finish():
-            observer.abandon()
-            self._stray = observer
+            self._abandon(observer)
             return
         try:
             observed = observer.finish([])
@@ -112,6 +114,26 @@ class Planned:
             self._next_trace = _NEVER
             what = f"{type(error).__name__}: {error}"
             self._tell(f"planning failed ({what}), please report it; steps go on without a plan")
+
+    def _abandon(self, observer: Observer) -> None:
+        """Its mode cannot be popped here: it stays, silent, until it can."""
+        observer.abandon()
+        self._stray = observer
+
+    def _give_up(self) -> None:
+        self.following.codes.clear()
+        self.following.depart()
+        self.let_go()
+        self.mode = Mode.DYNAMIC
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            self._abandon(observer)
+
+    def pop_stray(self) -> None:
+        """If this is the moment."""
+        if self._stray is not None and self._stray.can_finish():
+            self._stray.pop()
+            self._stray = None
 
     def stop(self) -> None:
         """Nothing is recorded or planned any more."""
@@ -128,7 +150,7 @@ class Planned:
         self.following.script = None
         self.following.agrees = False
         self.following.wanted.clear()
-        self._let_go()
+        self.let_go()
 
     # What happens in a step.
 
@@ -138,10 +160,12 @@ class Planned:
         self.steps[self.mode] += 1
         self._before += saves
         self._began = time.perf_counter()
-        self._let_go()
+        self.let_go()
         self._numbers.clear()
         if not watched:
             self.mode = Mode.LOOSE
+            self.following.agrees = False
+            self.following.wanted.clear()
             return
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
@@ -179,8 +203,10 @@ class Planned:
         self._event(handle.bytes)
 
     def unpacking(self, handle: Handle) -> None:
-        """Backward asks for one."""
-        self._event(ASKED + handle.number - self._before)
+        """Backward asks for one: it is too late to drop it."""
+        number = handle.number - self._before
+        self.following.expire(number)
+        self._event(ASKED + number)
 
     def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
         """It gets it."""
@@ -205,11 +231,14 @@ class Planned:
             return []
         wanted = self.following.wanted
         others = [wanted.get(at) for at in script.together.get(self._numbers.get(id(cell), -1), ())]
-        return [
-            other
-            for other in others
-            if isinstance(other, DeltaCell) and other.state is State.DROPPED
-        ]
+        found = []
+        count = cell.bytes
+        for other in others:
+            if isinstance(other, DeltaCell) and other.state is State.DROPPED:
+                count += other.bytes
+                if self.room.has(2 * count):  # with what is made on the way
+                    found.append(other)
+        return found
 
     def _hold(self, cell: DeltaCell, place: int) -> None:
         """What its value was made from stays, for it to be made again."""
@@ -221,14 +250,18 @@ class Planned:
         if storage is not None and source.held is None and source.saved() is None:
             source.held = storage
             self._held.append(source)
+            if cell.value is not None:
+                self.room.surely_of(cell.value)  # made from what is held, it is made in another way
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Of what was held in a step, if nothing has to be made from it any more."""
         for value in self._held:
             value.let_go()
         self._held.clear()
 
     def _event(self, code: int) -> None:
+        if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
+            self._give_up()
         if self.mode is not Mode.PLANNED:
             self.following.codes.append(code)
             if self.observer is not None:
@@ -237,6 +270,7 @@ class Planned:
         actions = self.following.next(code)
         if actions is None:
             self.mode = Mode.DEPARTED
+            self.let_go()
         elif actions or self.following.has_late():
             self.following.act(actions)
 
@@ -249,7 +283,8 @@ class Planned:
             return True
         if action.act is Act.FETCH:
             if cell.state is State.AWAY and self.room.has(cell.bytes):
-                cell.fetch()
+                with suppress(OutOfBudget, torch.OutOfMemoryError):  # who needs it asks again
+                    cell.fetch()
             return True
         if action.act is Act.RELEASE:
             return cell.state is not State.LEAVING or self.room.let_leave(cell) or not waits

@@ -46,6 +46,8 @@ class Room:
         self._speed = speed  # bytes a second to the tier below
         self._bytes_per_second = 0.0
         self.recipe_of: Callable[[Value], Recipe | None] = lambda _: None
+        self.surely_of: Callable[[Value], Recipe | None] = lambda _: None
+        self.spare: Callable[[], None] = lambda: None  # let go of what is held in advance
         self.cost_of: Callable[[Value, float], float] = lambda _value, _most: float("inf")
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
@@ -163,6 +165,8 @@ class Room:
                         self._let_go(cell)
                     if enough():
                         break
+                if not enough():
+                    self.spare()
                 self._release_idle(enough, leaving=False)
         finally:
             self._releasing = False
@@ -234,10 +238,12 @@ class Room:
 
     def drop(self, cell: DeltaCell) -> None:
         """Drop it, if it can be made again."""
-        recipe = self.recipe_of(cell.value) if cell.value is not None else None
-        if recipe is not None:
-            with self.lock:
+        with self.lock:
+            recipe = self.surely_of(cell.value) if cell.value is not None else None
+            if recipe is not None and cell.can_go():
                 self._forgo(cell, recipe)
+            else:
+                self.counts["not dropped"] += 1
 
     def let_leave(self, cell: DeltaCell) -> bool:
         """Its copy below is made, or waited for: its bytes go. False: it stays."""

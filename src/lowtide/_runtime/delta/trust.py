@@ -44,25 +44,44 @@ class Trust:
         if kind in self._known:
             return
         recipe = find_recipe(value)
-        if recipe is None or recipe.key in self.wrong:
+        if recipe is None:
             value.spoilt = True
             return
-        if recipe.key not in self._right:
-            if not room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
-                return
-            room.counts["checked"] += 1
-            try:
-                right = self._is_right(value, recipe)
-            except OutOfBudget:
-                return  # another time
-            if not right:
-                value.spoilt = True
-                self.wrong.add(recipe.key)
-                return
-            self._right.add(recipe.key)
-        if len(self._known) > _MOST_KINDS:
-            self._known.clear()
-        self._known.add(kind)
+        if self._check(value, recipe):
+            if len(self._known) > _MOST_KINDS:
+                self._known.clear()
+            self._known.add(kind)
+
+    def surely(self, value: Value) -> Recipe | None:
+        """`reliable`, with a comparison now if there was none: its sources may be others by now."""
+        recipe = self.reliable(value)
+        if recipe is None and value.call is not None and not value.spoilt:
+            found = find_recipe(value)
+            if found is not None and self._check(value, found):
+                recipe = found
+        return recipe
+
+    def _check(self, value: Value, recipe: Recipe) -> bool:
+        """Whether it makes just that; False also if there is no room to find out."""
+        room = self._room
+        if recipe.key in self.wrong:
+            value.spoilt = True
+            return False
+        if recipe.key in self._right:
+            return True
+        if not room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
+            return False
+        room.counts["checked"] += 1
+        try:
+            right = self._is_right(value, recipe)
+        except OutOfBudget:
+            return False  # another time
+        if not right:
+            value.spoilt = True
+            self.wrong.add(recipe.key)
+            return False
+        self._right.add(recipe.key)
+        return True
 
     def _is_right(self, value: Value, recipe: Recipe) -> bool:
         storage = value.storage()

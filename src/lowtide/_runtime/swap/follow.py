@@ -105,10 +105,16 @@ class Follower:
     def act(self, actions: Sequence[Action]) -> None:
         """Do what is late and then these, or have them tried again with the next event."""
         late, self._late = self._late, []
+        waiting: set[int] = set()
         for action in (*late, *actions):
-            waits = any(late.who == action.who for late in self._late)
-            if not self._do(action, waits):
+            if not self._do(action, action.who in waiting):
                 self._late.append(action)
+                waiting.add(action.who)
+
+    def expire(self, who: int) -> None:
+        """What is late for this save is not to be done any more."""
+        if self._late:
+            self._late = [action for action in self._late if action.who != who]
 
     def _expected(self) -> Codes | None:
         """What the next step will do: what followed when two steps were like the last two."""
