@@ -23,7 +23,7 @@ STEPS = 3
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
 ROWS, WIDTH = 256, 32  # of every value: 32 KiB
 SOME = 8 * 4 * ROWS * WIDTH  # bytes that chance may hold on to, for what it drops: eight values
-SPARE = (256 << 10) + 8 * ROWS * WIDTH  # bytes beside the least: an unpacked matrix, two values
+SPARE = (256 << 10) + 12 * ROWS * WIDTH  # bytes beside the least: a matrix, three values
 INNER = 8 * ROWS * WIDTH  # what a kernel takes inside, which nobody is told: two values
 
 Tensor = torch.Tensor
@@ -244,13 +244,13 @@ _with = settings(
 )
 
 
-@settings(_with, max_examples=150)
+@settings(_with, max_examples=110)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_within_the_budget(program: str, share: float) -> None:
     check(program, share, policy="delta")
 
 
-@settings(_with, max_examples=100)
+@settings(_with, max_examples=60)
 @given(program=programs, share=st.floats(0.1, 1), seed=st.integers(0, 1000))
 def test_so_they_do_whatever_the_director_says(program: str, share: float, seed: int) -> None:
     draw = random.Random(seed)
@@ -266,20 +266,20 @@ def test_so_they_do_whatever_the_director_says(program: str, share: float, seed:
         check(program, share, SPARE + SOME, policy="delta")
 
 
-@settings(_with, max_examples=60)
+@settings(_with, max_examples=40)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_so_they_do_by_dtr_if_it_can(program: str, share: float) -> None:
     with suppress(OutOfBudget):  # what cannot be made again cannot leave
         check(program, share, policy="dtr")
 
 
-@settings(_with, max_examples=60)
+@settings(_with, max_examples=40)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_by_the_published_policy(program: str, share: float) -> None:
     check(program, share, policy="delta-as-published")
 
 
-@settings(_with, max_examples=60)
+@settings(_with, max_examples=40)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_so_they_do_by_plan(program: str, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:

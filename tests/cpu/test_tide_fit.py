@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import lowtide
 from lowtide._analyze.load import find_peak
 from lowtide._errors import LowtideWarning
 from lowtide._ir import Hold, Machine, Plan, Rerun, Trace
+from lowtide._machine.link import line
 from lowtide._policy.ground import Ground
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Taste
@@ -80,7 +82,10 @@ def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> No
         assert planned.steps == {Mode.DYNAMIC: 1, Mode.TRACED: 1, Mode.PLANNED: STEPS - 2}
 
 
-def test_every_value_that_was_made_again_is_what_it_was() -> None:
+def test_every_value_that_was_made_again_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = line(1.0, 1e3)  # nothing is swapped
+    machine = replace(same_machine(), out=slow, back=slow)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
     planned = check("resnet", 0.5, verify="always")
     [script] = planned.following.scripts
     assert any(isinstance(one, Rerun) for one in script.plan.remakes)

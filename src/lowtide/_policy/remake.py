@@ -42,7 +42,15 @@ def remake(
     again reads it, and is never dropped. Values in `holds` stay beyond their end as long as
     something made from them may have to be made again. Raises `Stuck`.
     """
-    return _Pass(ground, limit, taste, weights, most_seconds, swaps, holds).run()
+    found = _Pass(ground, limit, taste, weights, most_seconds, swaps, holds).run()
+    if found is None or not holds:
+        return found
+    remakes = found[1]
+    read = {s for one in remakes if isinstance(one, Rerun) for s in ground.sources[one.op]}
+    useless = {one.value for one in remakes if isinstance(one, Hold)} - read
+    if useless:
+        return remake(ground, limit, taste, weights, most_seconds, swaps, holds - useless)
+    return found
 
 
 class _Enough(Exception):
@@ -63,7 +71,6 @@ class _Pass:
         self._ground = ground
         self._holds = holds
         self._held_until: dict[int, list[int]] = defaultdict(list)
-        self._held_at: dict[int, int] = {}  # where in `done` a value is taken hold of, or let go
         self._limit = limit - ground.trace.unseen_bytes
         self._taste = taste
         self._most = most_seconds
@@ -141,18 +148,7 @@ class _Pass:
                     self._lock(value)
         except _Enough:
             return None
-        return self.seconds, self._useful()
-
-    def _useful(self) -> list[Remake]:
-        """What is done, without holding what nothing was made from."""
-        read = {
-            source
-            for one in self.done
-            if isinstance(one, Rerun)
-            for source in self._ground.sources[one.op]
-        }
-        useless = {at for at, value in self._held_at.items() if value not in read}
-        return [one for at, one in enumerate(self.done) if at not in useless]
+        return self.seconds, self.done
 
     # What is there.
 
@@ -203,7 +199,6 @@ class _Pass:
 
     def _hold(self, value: int) -> None:
         until = self._ground.holdable[value]
-        self._held_at[len(self.done)] = value
         self.done.append(Hold(OpIndex(self._position), ValueId(value)))
         self._lock(value)
         self._held_until[until].append(value)
@@ -211,7 +206,6 @@ class _Pass:
     def _let_go(self, value: int) -> None:
         self._locked[value] -= 1
         self._position += 1  # after the op
-        self._held_at[len(self.done)] = value
         self._drop(value)
         self._position -= 1
 
