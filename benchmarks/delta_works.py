@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -42,6 +42,7 @@ WORKS: dict[str, Entry] = {
     "ResNet-50 64": Entry(TIDY["ResNet-50 256 tf32"].make, 64),
 }
 
+BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision's models: what is checkpointed
 _ATEN = torch.ops.aten
 EXPENSIVE = [  # what selective checkpointing saves
     _ATEN.mm.default,
@@ -180,12 +181,12 @@ def probe(name: str, method: str, batch: int) -> None:
     say(row)
 
 
-def build(name: str, method: str) -> Subject:
+def build(name: str, method: str, works: Mapping[str, Entry] = WORKS) -> Subject:
     """The work, with checkpoints where the method is one of those."""
     gc.collect()  # of what was built before, nothing is left
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    subject = WORKS[name].make()
+    subject = works[name].make()
     if method not in ("checkpoint", "selective"):
         return subject
     settings: dict[str, Any] = {"use_reentrant": False}
@@ -195,16 +196,16 @@ def build(name: str, method: str) -> Subject:
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         return subject
-    for block in [part for part in model.modules() if type(part).__name__ == "Bottleneck"]:
+    for block in [part for part in model.modules() if type(part).__name__ in BLOCKS]:
         block.forward = partial(checkpoint, block.forward, **settings)
     return subject
 
 
-def step_of(name: str, subject: Subject) -> Callable[[], None]:
+def step_of(name: str, subject: Subject, works: Mapping[str, Entry] = WORKS) -> Callable[[], None]:
     """One step at the work's own batch."""
 
     def step() -> None:
-        subject.step(WORKS[name].batch)
+        subject.step(works[name].batch)
 
     return step
 

@@ -7,7 +7,6 @@ each result. Peaks are those of all steps, the first included; only where a step
 do they begin after that.
 """
 
-import gc
 import json
 import os
 import statistics
@@ -15,18 +14,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import delta_works
 import torch
 import torch._dynamo
 import torch._functorch.config
-from delta_works import EXPENSIVE, in_a_line, peaks, say
+from delta_works import in_a_line, peaks, say
 from pareto import COMPILED, FULL, SAME
 from subjects import TIDY, Entry, Subject, _bert, _language, _vision
 from swap import TIMED, context_of, plain_times, timed
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
 from lowtide._ir import Rerun
@@ -35,7 +33,6 @@ WARM = 3  # steps before those that are timed
 PATIENCE = 8  # ... at most, where they wait for a plan
 FOLLOWED = 2  # steps by a plan before those that are timed
 STEPS = 5  # whose losses are compared: one unseen, one traced, the rest by a plan
-BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision's models: what is checkpointed
 
 WORKS: dict[str, Entry] = {
     "GPT-2 medium 16x1024": TIDY["GPT-2 medium 16x1024"],
@@ -75,31 +72,12 @@ def load(part: str) -> None:
 
 def build(name: str, method: str = "plain") -> Subject:
     """The work, with checkpoints where the method is one of those."""
-    gc.collect()  # of what was built before, nothing is left
-    torch.cuda.empty_cache()
-    torch.manual_seed(0)
-    subject = WORKS[name].make()
-    if method not in ("checkpoint", "selective"):
-        return subject
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if method == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
-    model: Any = subject.model
-    if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        return subject
-    for block in [part for part in model.modules() if type(part).__name__ in BLOCKS]:
-        block.forward = partial(checkpoint, block.forward, **settings)
-    return subject
+    return delta_works.build(name, method, WORKS)
 
 
 def step_of(name: str, subject: Subject) -> Step:
     """One step at the work's own batch."""
-
-    def step() -> None:
-        subject.step(WORKS[name].batch)
-
-    return step
+    return delta_works.step_of(name, subject, WORKS)
 
 
 def summed_up(times: list[float]) -> dict[str, Any]:

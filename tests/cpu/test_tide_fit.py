@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from moving import same_machine
-from tight import JOBS, Job, Run, bits_of, find_difference, holding_nothing, run, state_of
+from tight import JOBS, Job, Run, bits_of, find_difference, holding_nothing, job_of, run, state_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -128,34 +128,23 @@ class _Scheduled(nn.Module):
 def scheduled() -> Job:
     torch.manual_seed(0)
     model = _Scheduled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def step() -> torch.Tensor:
-        loss = torch.as_tensor(model(torch.randn(512, 64)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def loss() -> torch.Tensor:
+        found = torch.as_tensor(model(torch.randn(512, 64)))
         model.at += 1
-        return loss.detach()
+        return found
 
-    return Job(model, [optimizer], step)
+    return job_of(model, loss)
 
 
 def sized(rows: list[int]) -> Job:
-    """The gpt job's kind of step on as many rows as it says, in turn."""
+    """A step on as many rows as it says, in turn."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(8)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     left = iter(rows)
-
-    def step() -> torch.Tensor:
-        loss = torch.as_tensor(model(torch.randn(next(left), 96)).square().mean())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Job(model, [optimizer], step)
+    return job_of(
+        model, lambda: torch.as_tensor(model(torch.randn(next(left), 96)).square().mean())
+    )
 
 
 class _Gates(nn.Module):
@@ -176,16 +165,7 @@ class _Gates(nn.Module):
 def gates() -> Job:
     torch.manual_seed(0)
     model = _Gates()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step() -> torch.Tensor:
-        loss = torch.as_tensor(model(torch.randn(512, 192)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Job(model, [optimizer], step)
+    return job_of(model, lambda: torch.as_tensor(model(torch.randn(512, 192))))
 
 
 def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.MonkeyPatch) -> None:

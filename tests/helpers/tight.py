@@ -280,7 +280,8 @@ def _momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def _job(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Job:
+def job_of(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Job:
+    """Trained by SGD with momentum; `loss_of` runs one forward pass on a batch of its drawing."""
     optimizer = _momentum(model)
 
     def step() -> torch.Tensor:
@@ -299,7 +300,7 @@ def mlp() -> Job:
     model = nn.Sequential(*layers, nn.Linear(96, 8))
     for layer in layers[::2]:
         nn.init.orthogonal_(layer.weight, 1.5)  # type: ignore[arg-type]
-    return _job(model, lambda: model(torch.randn(1024, 96)).square().mean())
+    return job_of(model, lambda: model(torch.randn(1024, 96)).square().mean())
 
 
 class _Residual(nn.Module):
@@ -332,7 +333,7 @@ def resnet() -> Job:
     def loss() -> torch.Tensor:
         return F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.randint(0, 10, (8,)))
 
-    return _job(model, loss)
+    return job_of(model, loss)
 
 
 class _UNet(nn.Module):
@@ -373,7 +374,7 @@ def unet() -> Job:
         x = torch.randn(4, 3, 32, 32)
         return 10 * F.binary_cross_entropy_with_logits(model(x), (x[:, :2] > 0).float())
 
-    return _job(model, loss)
+    return job_of(model, loss)
 
 
 class _Block(nn.Module):
@@ -414,7 +415,7 @@ class _GPT(nn.Module):
 def gpt() -> Job:
     torch.manual_seed(0)
     model = _GPT(32, 6, 64, 64)
-    return _job(model, lambda: model(torch.randint(0, 64, (16, 64))))
+    return job_of(model, lambda: model(torch.randint(0, 64, (16, 64))))
 
 
 def accumulation() -> Job:
@@ -467,7 +468,7 @@ def bert() -> Job:
         found: torch.Tensor = model(input_ids=tokens, labels=labels).loss
         return found
 
-    return _job(model, loss)
+    return job_of(model, loss)
 
 
 class _Recurrent(nn.Module):
@@ -490,7 +491,7 @@ class _Recurrent(nn.Module):
 def rnn() -> Job:
     torch.manual_seed(0)
     model = _Recurrent()
-    return _job(model, lambda: model(torch.randn(24, 128, 16)).square().sum() / 500)
+    return job_of(model, lambda: model(torch.randn(24, 128, 16)).square().sum() / 500)
 
 
 class _Tree(nn.Module):
@@ -521,7 +522,7 @@ def tree() -> Job:
         h: torch.Tensor = model(128, model.random.randint(16, 24))[0]
         return h.square().sum() / 50
 
-    return _job(model, loss)
+    return job_of(model, loss)
 
 
 def gan() -> Job:
@@ -600,7 +601,7 @@ class _Odd(nn.Module):
 def odd() -> Job:
     torch.manual_seed(0)
     model = nn.Sequential(*(_Odd(32) for _ in range(6)))
-    return _job(model, lambda: model(torch.randn(1024, 32)).sigmoid().square().sum() / 500)
+    return job_of(model, lambda: model(torch.randn(1024, 32)).sigmoid().square().sum() / 500)
 
 
 class _Trunk(nn.Module):
@@ -667,7 +668,7 @@ def mixture() -> Job:
         rows = int(torch.randint(700, 1000, ()))
         return torch.square(model(torch.randn(rows, 32)).sigmoid()).sum() / 500
 
-    return _job(model, loss)
+    return job_of(model, loss)
 
 
 JOBS: dict[str, Build] = {
