@@ -26,7 +26,9 @@ from lowtide._policy.ground import Ground
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Taste
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.planned import Mode, Planned
+from lowtide._runtime.swap.script import Act
 from lowtide._simulate.remade import remade
 
 STEPS = 6
@@ -204,7 +206,49 @@ def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.Monk
         before = dynamic.replayer.calls
         job.step()
         assert dynamic.replayer.calls - before == len(reruns)
-        assert not any(value.held for value in planned_of(tide)._held if not value.dependents)
+
+        held_now = []
+        hold = planned_of(tide)._hold
+
+        def noted(cell: DeltaCell, place: int) -> None:
+            hold(cell, place)
+            held_now.extend(planned_of(tide)._held[-1:])
+
+        monkeypatch.setattr(planned_of(tide), "_hold", noted)
+        monkeypatch.setattr(dynamic.room, "drop", lambda _cell: None)  # held for nothing
+        job.step()
+        assert held_now
+        assert all(value.held is None for value in held_now)
+
+
+def test_what_the_program_begins_to_keep_stays_as_it_is() -> None:
+    """The events are those of the plan, which would drop it."""
+    budget = int(0.6 * max(plain("mlp").peaks))
+    slow = line(1.0, 1e3)
+    machine = replace(same_machine(), out=slow, back=slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
+        job = JOBS["mlp"]()
+        layers = [*job.model.children()][1:6]
+        kept: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+
+        def keep(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+            kept.append(output.detach())
+            copies.append(output.detach().clone())
+
+        with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+            losses = [job.step() for _ in range(STEPS - 2)]
+            [script] = planned_of(tide).following.scripts
+            assert any(action.act is Act.DROP for acts in script.actions for action in acts)
+            handles = [layer.register_forward_hook(keep) for layer in layers]
+            for _ in range(2):
+                losses.append(job.step())
+                assert planned_of(tide).modes[-1] is Mode.PLANNED
+                assert all(map(torch.equal, kept, copies))
+            for handle in handles:
+                handle.remove()
+    assert find_difference(bits_of(losses), plain("mlp").result[:STEPS]) is None
 
 
 def test_a_scalar_that_changes_is_never_taken_for_the_one_that_was_planned() -> None:
