@@ -209,6 +209,7 @@ class CudaPlace:
                 except torch.OutOfMemoryError:
                     return
                 storage.resize_(0)
+                torch.cuda.empty_cache()  # what is empty now is not to be begun again
                 try:
                     storage.resize_(length)  # outside: the pool has stopped
                 except torch.OutOfMemoryError:

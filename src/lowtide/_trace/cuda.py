@@ -2,7 +2,8 @@
 
 Times. A kernel timed between two events also shows the gap in which the GPU waited for the host.
 So each op is preceded by a short spin on the GPU, during which the host queues event, kernels
-and event; they then run back to back. What an empty pair of events shows is subtracted.
+and event; they then run back to back. What an empty pair of events shows is subtracted. An op for
+which the allocator had to ask the driver for memory is taken for as long as others of its kind.
 
 Memory. The allocator's own history gives every allocation in order; its counters, read around
 each op, tell which of them fell into the op. Peak statistics are not touched.
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lowtide._ir import CUDA_GRANULARITY_BYTES, Kind, OpIndex, StorageId, Trace, Value
+from lowtide._ir import CUDA_GRANULARITY_BYTES, Kind, Op, OpIndex, StorageId, Trace, Value
 from lowtide._trace.book import Book, Entry
 
 _SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue most ops
@@ -45,6 +46,8 @@ class CudaProbe:
         self._cycles: dict[str, int] = {}  # how long to spin for ops of this name
         self._took: dict[str, float] = {}  # how long the host took for the last one
         self._began = 0.0
+        self._moved = 0  # bytes that the allocator had got and given back before the op
+        self._late: dict[int, float] = {}  # by how much the host came too late, where it did more
         self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
         self._history_is_ours = not torch._C._cuda_isHistoryEnabled()
@@ -63,7 +66,7 @@ class CudaProbe:
 
     def begin(self, op: int, name: str) -> None:
         """`op` is about to run."""
-        count = self._event_count()
+        count, self._moved = self._counts()
         self._ranges[op] = count, count
         if torch.cuda.is_current_stream_capturing():
             return
@@ -82,9 +85,13 @@ class CudaProbe:
             took = time.perf_counter() - self._began
             usual = min(took, self._took.get(name, took))  # one hiccup of the host is no rule
             self._took[name] = took
+            spun = self._cycles.get(name, _SPIN_CYCLES) / _CYCLES_PER_SECOND
             low, high = _SPIN_CYCLES_RANGE
             self._cycles[name] = max(low, min(high, int(2.5 * usual * _CYCLES_PER_SECOND)))
-        self._ranges[op] = self._ranges[op][0], self._event_count()
+        count, moved = self._counts()
+        self._ranges[op] = self._ranges[op][0], count
+        if op in self._spans and moved != self._moved:
+            self._late[op] = max(0.0, took - spun)
 
     def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:
         """`trace` with device times, workspace and memory held by no tensor."""
@@ -93,6 +100,7 @@ class CudaProbe:
         for i, (start, end) in self._spans.items():
             seconds = max(start.elapsed_time(end) / 1e3 - self._pause, 0.0)
             ops[i] = replace(ops[i], seconds=seconds)
+        self._correct(trace, ops)
         events = self._events
         for i, workspace in _workspaces(events, self._ranges).items():
             ops[i] = replace(ops[i], workspace_bytes=workspace)
@@ -119,9 +127,28 @@ class CudaProbe:
         torch.cuda.synchronize()
         return float(median(start.elapsed_time(end) for start, end in pairs)) / 1e3
 
+    def _correct(self, trace: Trace, ops: list[Op]) -> None:
+        """The times of ops in which the allocator was at work."""
+        kinds: dict[tuple[str, ...], list[float]] = defaultdict(list)
+        for i in self._spans:
+            if i not in self._late:
+                kinds[_kind(trace, ops[i])].append(ops[i].seconds)
+        for i, late in self._late.items():
+            seconds = max(0.0, ops[i].seconds - late)
+            alike = kinds.get(_kind(trace, ops[i]))
+            ops[i] = replace(ops[i], seconds=median(alike) if alike else seconds)
+
+    def _counts(self) -> tuple[int, int]:
+        """Allocations and frees so far, and the bytes that were got and given back for them."""
+        stats = torch._C._cuda_memoryStats(self._device)
+        blocks, bytes_held = stats["allocation"]["all"], stats["reserved_bytes"]["all"]
+        return (
+            int(blocks["allocated"] + blocks["freed"]),
+            int(bytes_held["allocated"] + bytes_held["freed"]),
+        )
+
     def _event_count(self) -> int:
-        counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
-        return int(counts["allocated"] + counts["freed"])
+        return self._counts()[0]
 
     def close(self) -> None:
         """Take what the history has and stop it, also when the recording ends by an error."""
@@ -142,6 +169,11 @@ class CudaProbe:
         ]
         first = last - len(events)
         return {first + i: event for i, event in enumerate(events)}
+
+
+def _kind(trace: Trace, op: Op) -> tuple[str, ...]:
+    """Alike for ops that take as long."""
+    return (op.name, *(str(trace.values[one.value].bytes) for one in op.operands))
 
 
 def _rounded(size: int) -> int:

@@ -16,16 +16,15 @@ class Cap:
     """A limit to what the allocator of a GPU reserves; beyond it, ops run out of memory.
 
     What lies between allocated blocks cannot be used at will, so lowtide leaves a margin, and a
-    wider one after every step in which the allocator had to give back its cache to go on. Where
-    that is not enough its segments grow and shrink page by page from then on: hardly anything is
-    lost between blocks so, but mapping pages takes longer than making values again.
+    wider one after every step in which the allocator had to give back its cache to go on. Its
+    segments are made to grow and shrink page by page: where blocks of ever other sizes come and go
+    within a limit, others leave too much between them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before: float | None = None  # the limit that was there
-        self._by_page = False
-        self._settings = ""  # of the allocator, before that
+        self._settings = ""  # ... and the allocator's settings
         self._margin = _FIRST_MARGIN
         self._flushes = 0
         self.flushes = 0  # how often the allocator gave back its cache because of the limit
@@ -37,6 +36,8 @@ class Cap:
         total = torch.cuda.get_device_properties(self._device).total_memory
         _watch_failures()
         self._before = torch.cuda.get_per_process_memory_fraction(self._device)
+        self._settings = _settings()
+        _set(f"{self._settings},expandable_segments:True")
         limit = min(self._before, (budget - _PAGE) / total)
         torch.cuda.set_per_process_memory_fraction(limit, self._device)
         torch.cuda.empty_cache()
@@ -47,19 +48,12 @@ class Cap:
         before, self._before = self._before, None
         if before is not None:
             torch.cuda.set_per_process_memory_fraction(before, self._device)
-        if self._by_page:
-            self._by_page = False
             _set(self._settings or "expandable_segments:False")
 
-    def by_page(self) -> bool:
-        """The allocator is at its end: let segments grow and shrink. False: they do already."""
-        if self._before is None or self._by_page:
-            return False
-        self._by_page = True
-        self._settings = _settings()
-        _set(f"{self._settings},expandable_segments:True")
-        torch.cuda.empty_cache()
-        return True
+    @property
+    def holds(self) -> bool:
+        """Whether the allocator is held to the budget."""
+        return self._before is not None
 
     def margin(self, budget: int) -> int:
         """Bytes to leave to the allocator; asked once a step."""

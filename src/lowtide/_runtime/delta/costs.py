@@ -8,6 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.swap.quiet import quiet
+from lowtide._trace.tensors import tensors_in
 
 # What CPU kernels take inside, at most: so many times their arguments, so many times their results
 # (measured on the models of the tests; PyTorch tells nobody). On a GPU the allocator tells.
@@ -37,6 +38,7 @@ class Costs:
     """Times are those of the kernels: on a GPU between two events, of which few are made."""
 
     def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
         self._on_cuda = device.type == "cuda"
         self._index = device.index or 0
         if self._on_cuda and device.index is None:
@@ -63,10 +65,19 @@ class Costs:
             return 0
         known = self._made.get(key)
         if known is None:
-            known = self._made[key] = _meta_bytes(func, args, kwargs)
+            here = self._is_here(args, kwargs)
+            known = self._made[key] = _meta_bytes(func, args, kwargs) if here else 0
             if not self._on_cuda:
                 self._scratch[key] = _scratch_bytes(func, args, known)
         return known if self._on_cuda else known + self._scratch.get(key, 0)
+
+    def _is_here(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether results are on the device, as far as arguments say."""
+        device = kwargs.get("device")
+        if device is not None:
+            return bool(torch.device(device).type == self._kind)
+        tensors = [thing for thing in tensors_in((args, kwargs)) if thing.dim()]
+        return not tensors or any(tensor.device.type == self._kind for tensor in tensors)
 
     def inside(self, key: Hashable | None, name: str = "", args: Sequence[Any] = ()) -> int:
         """Bytes that an op on a GPU may want besides, while it runs: at most what it took last.

@@ -55,13 +55,13 @@ class Dynamic:
         self.room.surely_of = self.trust.surely
         self.room.cost_of = self.replayer.cost
         self.room.failures = self.cap.failures
-        self.room.defragment = self.cap.by_page
         self.idle = idle(self)
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
         self.planned = planned
         if planned is not None:
             planned.room = self.room
+            planned.write_down = self._write_down
             self.room.spare = planned.let_go
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
@@ -141,7 +141,7 @@ class Dynamic:
         if self._mode is not None and self.ledger.device.type == "cuda":
             self.ledger.count_unseen()
         self.ledger.begin_step()
-        self.seer.largest = 0
+        self.seer.begin_step()
         if self._mode is not None:
             self.idle.mark()
             if self.planned is not None:
@@ -173,6 +173,17 @@ class Dynamic:
                 self._enter()
         planned.begun()
 
+    def _write_down(self, ops: frozenset[int] | None) -> None:
+        """Of the ops to come only these, if that is enough for a plan; None: all of them.
+
+        Then nobody makes room either where the device's allocator is held to the budget: for an
+        op that is short of it there is still some made when it has failed.
+        """
+        self.seer.recorded = ops
+        was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
+        if was and not self.room.lax and self._mode is not None:
+            self.ledger.admit_more()
+
     def _leave(self) -> None:
         mode, self._mode = self._mode, None
         if mode is not None:
@@ -185,8 +196,12 @@ class Dynamic:
     def _look(self) -> None:
         """A step that was watched: is that worth its while?"""
         ledger = self.ledger
-        self.plain_peak = max(self.plain_peak, ledger.plain_peak)
         budget = self.room.budget
+        if self.room.lax:  # nobody has counted: it was a step like those before
+            self.peaks.append(self._known_peak)
+            self.room.margin = self.cap.margin(budget or 0)
+            return
+        self.plain_peak = max(self.plain_peak, ledger.plain_peak)
         if budget is not None:  # a share is not known in the first step
             self.peaks.append(ledger.peak)
         if not self._saves:

@@ -29,6 +29,9 @@ class Ledger:
         self._unseen = 0
         self._grain = GRAIN if device.type == "cuda" else 64
         self._self = weakref.ref(self)
+        self._index = device.index or 0
+        if device.type == "cuda" and device.index is None:
+            self._index = torch.cuda.current_device()
 
     def admit_existing(self) -> None:
         """All storages that Python can reach; on a GPU also what it cannot. From the beginning."""
@@ -36,6 +39,10 @@ class Ledger:
         self._sizes.clear()
         self._refs.clear()
         self.values.clear()
+        self.admit_more()
+
+    def admit_more(self) -> None:
+        """Those that were made while nobody counted. What is known stays known."""
         with torch._C.DisableTorchFunctionSubclass():
             for thing in gc.get_objects():
                 if issubclass(type(thing), torch.Tensor):
@@ -46,7 +53,8 @@ class Ledger:
     def count_unseen(self) -> None:
         """Bytes of the GPU that no storage here is known to hold."""
         seen = self.held - self._unseen
-        self._unseen = max(0, torch.cuda.memory_allocated(self.device) - seen)
+        taken = torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]["current"]
+        self._unseen = max(0, int(taken) - seen)
         self.held = seen + self._unseen
 
     def _admit(self, tensor: torch.Tensor) -> None:

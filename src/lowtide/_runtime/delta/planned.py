@@ -39,6 +39,8 @@ _MOST_MODES = 1000
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
 _NEVER = 1 << 62
 _LONGEST = 1_000_000  # events of a step
+_WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
+_MOST_TROUBLE = 3  # ... that took more, until all of them are seen as a whole
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -56,6 +58,7 @@ class Planned:
     """Told of every event of steps that are seen op by op."""
 
     room: Room
+    write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
 
     def __init__(
         self, plan: Callable[[Observed], Plan | None], tell: Callable[[str], None]
@@ -74,6 +77,7 @@ class Planned:
         self._held: list[Value] = []
         self._numbers: dict[int, int] = {}  # of the cells that a script moves
         self._before = 0  # tensors saved in all steps before this one
+        self._trouble = 0  # what had gone wrong when this step began
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
 
@@ -124,6 +128,7 @@ class Planned:
         self.following.codes.clear()
         self.following.depart()
         self.let_go()
+        self.write_down(None)
         self.mode = Mode.DYNAMIC
         observer, self.observer = self.observer, None
         if observer is not None:
@@ -164,11 +169,17 @@ class Planned:
         self._numbers.clear()
         if not watched:
             self.mode = Mode.LOOSE
+            self.write_down(None)
             self.following.agrees = False
             self.following.wanted.clear()
             return
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
+        self._trouble = self._count_trouble()
+
+    def _count_trouble(self) -> int:
+        counts = self.room.counts
+        return counts["not dropped"] + counts["out of memory"]
 
     def end(self) -> None:
         """A step has ended."""
@@ -181,6 +192,17 @@ class Planned:
             self.mode = Mode.DEPARTED
         elif self.following.script is not None:
             self.following.script.seconds.append(time.perf_counter() - self._began)
+            self._learn_ops(self.following.script)
+
+    def _learn_ops(self, script: Script) -> None:
+        """Which ops have to be written down for a step like the one that has ended."""
+        troubled = self._count_trouble() != self._trouble
+        if script.recorded is not None:
+            if troubled:
+                script.recorded = None
+                script.trouble += 1
+        elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
+            script.recorded = frozenset(self.room.used)
 
     def main_script(self) -> Script | None:
         """The one that was followed most."""
@@ -188,6 +210,8 @@ class Planned:
 
     def begun(self) -> None:
         """The step that begins has begun, and is seen."""
+        script = self.following.script if self.mode is Mode.PLANNED else None
+        self.write_down(None if script is None else script.recorded)
         self._event(BEGIN)
 
     def packed(self, handle: Handle, number: int, *, can_drop: bool) -> None:
@@ -245,6 +269,7 @@ class Planned:
         call = None if cell.value is None else cell.value.call
         if call is None or place >= len(call.sources):
             return
+        self.room.used.add(call.number)
         source = call.sources[place].value
         storage = source.storage()
         if storage is not None and source.held is None and source.saved() is None:
@@ -267,7 +292,10 @@ class Planned:
             if self.observer is not None:
                 self.observer.event(code)
             return
+        script = self.following.script
         actions = self.following.next(code)
+        if self.following.script is not script or actions is None:
+            self.write_down(None)
         if actions is None:
             self.mode = Mode.DEPARTED
             self.let_go()

@@ -45,6 +45,7 @@ class Call:
     device: torch.device
     makes: "list[tuple[int, weakref.ref[Value]]]"  # its results, by their place among them
     writes: "list[tuple[int, weakref.ref[Value]]]"  # what it wrote to, by the source's place
+    number: int = -1  # among the ops of its step
 
 
 class Value:

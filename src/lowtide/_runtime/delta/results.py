@@ -49,12 +49,13 @@ class Results:
                 ledger.values[storage._cdata] = value
                 call.makes.append((place, weakref.ref(value)))
         if written:
-            self._put_down_writes(written, call)
+            self.put_down_writes(written, call)
         if key is not None:
             self._costs.saw_bytes(key, made, taken)
         return made
 
-    def _put_down_writes(self, written: Sequence[torch.Tensor], call: Call | None) -> None:
+    def put_down_writes(self, written: Sequence[torch.Tensor], call: Call | None) -> None:
+        """These are not what they were."""
         storages = [tensor.untyped_storage() for tensor in written]
         keys = [storage._cdata for storage in storages]
         for storage, key in zip(storages, keys, strict=True):

@@ -41,6 +41,10 @@ class Room:
         self._ledger = ledger
         self._costs = costs
         self.budget = budget
+        self.lax = False  # steps go by a plan, and the device's allocator is held to the budget
+        self.used: set[int] = (
+            set()
+        )  # of the ops of this step, those by which dropped values were made
         self.margin = 0  # of it: bytes that the device's allocator needs itself
         self.policy = policy
         self._speed = speed  # bytes a second to the tier below
@@ -52,7 +56,6 @@ class Room:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
         self.idle: IdleState | None = None  # what goes when nothing else is left
-        self.defragment: Callable[[], bool] = lambda: False  # of the allocator, once
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
@@ -111,7 +114,7 @@ class Room:
     def _relieve(self, count: int, need: int, name: str) -> None:
         """The device is full, whatever the ledger says; PyTorch's own cache is gone already."""
         self.counts["out of memory"] += 1
-        if not self._release(count, block=need) and not self.defragment():
+        if not self._release(count):
             raise OutOfBudget(
                 f"{name} ran out of memory: it makes {format_bytes(need)}, "
                 f"{format_bytes(self._ledger.held)} are held and nothing more can leave"
@@ -123,7 +126,7 @@ class Room:
         """So that `count` bytes more are still within the budget; if possible, `wish` besides."""
         budget = self.budget
         more = count + _ROUNDING if count else 0
-        if budget is None or self._releasing:
+        if budget is None or self._releasing or self.lax:
             return
         excess = self._ledger.held + more - (budget - self.margin)
         wish = min(wish, int(_MOST_WISHED * budget))
@@ -140,14 +143,12 @@ class Room:
 
     def has(self, count: int) -> bool:
         """Whether so much more is within the budget as things are."""
+        if self.lax:
+            self._ledger.count_unseen()
         return self.budget is None or self._ledger.held + count <= self.budget - self.margin
 
-    def _release(self, count: int, block: int = 0) -> int:
-        """Let values go until `count` bytes are free, and one that held `block`; how many are.
-
-        The allocator has run out though bytes are free: they do not lie side by side. Those of one
-        value do.
-        """
+    def _release(self, count: int) -> int:
+        """Let values go until `count` bytes are free; how many are."""
         ledger = self._ledger
         began = ledger.held
         self._releasing = True
@@ -158,8 +159,6 @@ class Room:
         try:
             with self.lock:
                 self._release_idle(enough, leaving=True)
-                if block:
-                    self._release_one(block)
                 for cell in () if enough() else self._in_order():
                     if cell.can_go() and cell.alone():
                         self._let_go(cell)
@@ -182,15 +181,6 @@ class Room:
             self.counts["swapped"] += len(released)
             self.counts["swapped bytes"] += sum(released)
 
-    def _release_one(self, block: int) -> None:
-        """The best to lose of those that are as large."""
-        before = self._ledger.held
-        for cell in self._by_score(block):
-            if cell.alone():
-                self._let_go(cell)
-                if self._ledger.held < before:
-                    return
-
     def _in_order(self) -> Iterator[DeltaCell]:
         """Those that could go, the best to lose first: what is left of the last order, then all."""
         now, at = self._ledger.now, self._ordered_at
@@ -204,11 +194,11 @@ class Room:
         while self._order:
             yield self._order.popleft()
 
-    def _by_score(self, least: int = 0) -> list[DeltaCell]:
+    def _by_score(self) -> list[DeltaCell]:
         now, policy, costs = self._ledger.now, self.policy, self._costs
         scored = []
         for i, cell in enumerate(self.cells):
-            if cell.bytes < least or not cell.can_go():
+            if not cell.can_go():
                 continue
             value = cell.value
             recompute = None
@@ -255,6 +245,7 @@ class Room:
 
     def _forgo(self, cell: DeltaCell, recipe: Recipe) -> None:
         cell.forgo(recipe.sources)
+        self.used.update(call.number for call in recipe.calls)
         self.counts["dropped"] += 1
         self.counts["dropped bytes"] += cell.bytes
 

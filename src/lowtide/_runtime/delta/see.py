@@ -28,6 +28,8 @@ class Seer:
         self._captor = Captor(ledger)
         self._results = Results(ledger, costs)
         self.ops = 0  # so far
+        self._at = 0  # ... of this step
+        self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
 
@@ -41,13 +43,77 @@ class Seer:
         """Run an op of the program that makes or writes bytes."""
         self.ops += 1
         self.ledger.now += 1
+        at, self._at = self._at, self._at + 1
+        number = at if self.recorded is None or at in self.recorded else -1
+        see = self._pass if self.room.lax else self._see
         if self.ops % _SAMPLED:
-            return self._see(func, what, args, kwargs)
+            return see(func, what, args, kwargs, number)
         began = time.perf_counter()
         self._in_op = 0.0
-        result = self._see(func, what, args, kwargs, sampled=True)
+        result = see(func, what, args, kwargs, number, sampled=True)
         self._own_seconds += time.perf_counter() - began - self._in_op
         self._own_ops += 1
+        return result
+
+    def begin_step(self) -> None:
+        """Ops are numbered from here."""
+        self._at = self.largest = 0
+        self.room.used.clear()
+
+    def _capture(
+        self,
+        func: OpOverload[..., Any],
+        what: Known,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        number: int,
+    ) -> Call | None:
+        """As the `number`-th of its step. Not in backward, unless that is differentiated, too."""
+        if number < 0 or not torch.is_grad_enabled():
+            return None
+        call = self._captor.capture(func, what, args, kwargs)
+        if call is not None:
+            call.number = number
+        return call
+
+    def _pass(
+        self,
+        func: OpOverload[..., Any],
+        what: Known,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        number: int,
+        *,
+        sampled: bool = False,
+    ) -> Any:
+        """Run an op for which a plan has made room. What is written to is noticed as ever."""
+        written: Sequence[torch.Tensor] = ()
+        if what.writes:
+            written = written_by(what, args, kwargs)
+            for tensor in written:
+                self._before_write(tensor)
+        call = self._capture(func, what, args, kwargs, number)
+        state = None
+        if what.facts.may_be_random:
+            state = generator_of(self.ledger.device).get_state() if call is None else call.random
+        failures = self.room.failures()
+        began = time.perf_counter() if sampled else 0.0
+        try:
+            result = func._op(*args, **kwargs)
+            self.room.made_do(failures)
+        except RuntimeError as error:
+            if not what.retriable or not is_out_of_memory(error):
+                raise
+            key = shape_key(func, what, args, kwargs)
+            need = self._costs.expected_bytes(key, func, args, kwargs) if what.makes else 0
+            work = self._work(func, args, kwargs, None, False)
+            result = self._run(work, what, need, state, failed=True)
+        if sampled:
+            self._in_op = time.perf_counter() - began
+        if call is not None:
+            self._results.put_down(result, written, None, call, None)
+        elif written:
+            self._results.put_down_writes(written, None)
         return result
 
     def _see(
@@ -56,6 +122,7 @@ class Seer:
         what: Known,
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        number: int,
         *,
         sampled: bool = False,
     ) -> Any:
@@ -64,9 +131,7 @@ class Seer:
             written = written_by(what, args, kwargs)
             for tensor in written:
                 self._before_write(tensor)
-        call = None
-        if torch.is_grad_enabled():  # not in backward, unless that is differentiated, too
-            call = self._captor.capture(func, what, args, kwargs)
+        call = self._capture(func, what, args, kwargs, number)
         key: Hashable | None = None
         if call is not None:
             key = call.cost
@@ -78,7 +143,11 @@ class Seer:
         taken = self._costs.taken() if self._costs.looks(key) else None
         if timed or sampled or what.facts.may_be_random or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
-            result = self._run(work, what, need, call, wish=wish)
+            state = None
+            if what.facts.may_be_random:
+                known = None if call is None else call.random
+                state = generator_of(self.ledger.device).get_state() if known is None else known
+            result = self._run(work, what, need, state, wish=wish)
         else:
             failures = self.room.failures()
             try:
@@ -88,7 +157,7 @@ class Seer:
                 if not what.retriable or not is_out_of_memory(error):
                     raise
                 work = self._work(func, args, kwargs, None, False)
-                result = self._run(work, what, need, call, failed=True)
+                result = self._run(work, what, need, None, failed=True)
         if taken is not None:
             taken = self._costs.taken() - taken
         made = self._results.put_down(result, written, key, call, taken)
@@ -126,24 +195,30 @@ class Seer:
         work: Callable[[], Any],
         what: Known,
         need: int,
-        call: Call | None,
+        state: torch.Tensor | None,
         *,
         wish: int = 0,
         failed: bool = False,
     ) -> Any:
-        """With room made for it, and again if that was too little."""
+        """With room made for it, and again if that was too little, from the same random state."""
         name = what.facts.name
-        if not what.facts.may_be_random:
+        if state is None:
             return self.room.run(work, need, name, wish=wish, retry=what.retriable, failed=failed)
         generator = generator_of(self.ledger.device)
-        known_state = None if call is None else call.random
-        state = generator.get_state() if known_state is None else known_state
 
         def before_retry() -> None:
             generator.set_state(state)
 
+        if failed:
+            before_retry()
         return self.room.run(
-            work, need, name, wish=wish, retry=what.retriable, before_retry=before_retry
+            work,
+            need,
+            name,
+            wish=wish,
+            retry=what.retriable,
+            before_retry=before_retry,
+            failed=failed,
         )
 
     def _before_write(self, tensor: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 
 from lowtide._runtime.swap import cuda_driver
+from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.ranges import Ranges
 from lowtide._runtime.swap.tier import Copy, Place, rounded_place
 
@@ -17,7 +18,8 @@ class _Chunk:
 
     def __init__(self, start: int, size: int) -> None:
         self.start = start
-        self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        with quiet():
+            self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         runtime = torch.cuda.cudart()
         error = runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)
         if int(error):

@@ -72,6 +72,8 @@ class Script:
     plan: Plan
     trace: Trace  # of the step that was planned
     together: Mapping[int, tuple[int, ...]]  # saves -> those that are made again with each
+    recorded: frozenset[int] | None = None  # ops that are to be written down; None: all
+    trouble: int = 0  # steps in which those were not enough
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
     )
