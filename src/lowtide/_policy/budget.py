@@ -37,6 +37,17 @@ def parse_bytes(text: str, whole: int) -> int:
     return math.floor(count)
 
 
+def is_share(text: str) -> bool:
+    """Whether it depends on the whole how much it is."""
+    text = text.strip()
+    if text.endswith("%"):
+        return True
+    try:
+        return float(text) <= 1
+    except ValueError:
+        return False
+
+
 def parse_rate(text: str) -> float:
     """`"25GB/s"` -> bytes a second."""
     amount, _, per = text.strip().lower().rpartition("/")

@@ -23,7 +23,7 @@ from lowtide._machine.host import available_bytes
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._machine.measure import machine_here
 from lowtide._policy.autoswap import CannotFit, autoswap
-from lowtide._policy.budget import parse_bytes
+from lowtide._policy.budget import is_share, parse_bytes
 from lowtide._policy.candidates import Reach
 from lowtide._policy.ground import Runtime
 from lowtide._policy.tide import tide
@@ -80,7 +80,7 @@ class Budgeted:
     ) -> None:
         self._budget = budget
         self._bytes: int | None = None
-        if budget != FREE and not _is_share(budget):
+        if budget != FREE and not is_share(str(budget)):
             self._bytes = parse_bytes(str(budget), 1)
         self._host_budget = None if host_budget is None else parse_bytes(str(host_budget), 1)
         self._folder = folder
@@ -121,7 +121,7 @@ class Budgeted:
         if not self._saved.install(undo):
             raise BadInput("hooks on saved tensors are there already: enter lowtide.fit first")
         if self._dynamic is not None:
-            self._dynamic.start(self._saved)
+            self._dynamic.start(self._saved, optimizers)
 
     def mark(self) -> None:
         """A step is over."""
@@ -146,6 +146,8 @@ class Budgeted:
         Until then they say little of the steps to come, and what is going to leave is taken for
         what stays: no time to lay anything out.
         """
+        if self._dynamic is not None:
+            return self._dynamic.is_settled()
         return bool(self._driver.following.scripts) or self._driver.steps.total() >= _LONG_ENOUGH
 
     def summary(self) -> SwapSummary:
@@ -337,8 +339,13 @@ class Budgeted:
         share = _KNOWN_SHARE if self._driver.following.scripts else _UNKNOWN_SHARE
         return held > stays + share * (self._bytes - stays)
 
-    def _plan_tide(self, observed: Observed) -> Plan | None:
-        """None: no plan was found that keeps the budget."""
+    def shrink(self, less: int) -> bool:
+        """Hold so much less in the steps to come. False: that cannot be, or was tried enough."""
+        planned = None if self._dynamic is None else self._dynamic.planned
+        return planned is not None and planned.shrink(less)
+
+    def _plan_tide(self, observed: Observed, less: int) -> Plan | None:
+        """None: no plan was found that keeps the budget, and is so much below it."""
         assert self._dynamic is not None
         assert self._bytes is not None
         if self._machine is None:
@@ -353,7 +360,7 @@ class Budgeted:
             return tide(
                 observed.trace,
                 self._machine,
-                limit=int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin)),
+                limit=int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin)) - less,
                 seconds=_PLAN_SECONDS,
                 runtime=runtime,
                 smallest=_SMALLEST,
@@ -386,13 +393,3 @@ class Budgeted:
             positions=sorted(set(observed.positions)),
             smallest=_SMALLEST,
         )
-
-
-def _is_share(budget: str | float) -> bool:
-    text = str(budget).strip()
-    if text.endswith("%"):
-        return True
-    try:
-        return float(text) <= 1
-    except ValueError:
-        return False

@@ -119,6 +119,15 @@ class CudaPlace:
                     storage.copy_(content)
         return done
 
+    def missing(self, size: int, device: int) -> int:
+        """As far as PyTorch may reserve memory; what the last step left behind will lie in it."""
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        ages = ((s.nbytes(), self.core.age(s.data_ptr())) for s in self._movable(device))
+        inside = sum(count for count, age in ages if age in (0, 1))
+        return max(0, torch.cuda.memory_reserved(device) - inside + size - limit)
+
     def trim(self) -> None:
         """Give back what is cached; where much stays in pieces, gather what holds them.
 

@@ -30,6 +30,7 @@ _MOST_REPLANS = 4  # of one signature: lives that vary without end are left disp
 _TROUBLE = 3  # fewer may be due to what lay where before the plan was made
 _LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
 _TRIM_WITHIN = 8  # marks: in case no step goes by its plan alone
+_MORE = 0.005  # of an arena: by so much steps are made to need less than would just do
 _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 
 
@@ -41,6 +42,9 @@ class Place(Protocol):
 
     def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
         """Give the lane an arena on its device, or a larger one; False: there is no memory."""
+
+    def missing(self, size: int, device: int) -> int:
+        """Of an arena that could not be had, the bytes for which there is no room."""
 
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much; a step has just gone well."""
@@ -76,9 +80,19 @@ class _LaneState:
 
 
 class Pool:
-    """Keeps a native pool in plans. `tell` is given one line when something cannot be had."""
+    """Keeps a native pool in plans. `tell` is given one line when something cannot be had.
 
-    def __init__(self, core: Core, place: Place, tell: Callable[[str], None]) -> None:
+    `shrink` is asked before: whether the steps to come will need so much less.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        place: Place,
+        tell: Callable[[str], None],
+        shrink: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._shrink = shrink
         self._core = core
         self._place = place
         self._tell = tell
@@ -225,6 +239,9 @@ class Pool:
         self._core.set_mode(self._mode)  # the place may have needed another one
         if made:
             return True
+        if self._shrink(self._place.missing(size, lane.device) + int(_MORE * size)):
+            state.seen.clear()
+            return False
         state.asked_again = self._marks + _PATIENCE
         if not state.told:
             state.told = True

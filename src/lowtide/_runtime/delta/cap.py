@@ -25,6 +25,10 @@ class Cap:
         self._device = device
         self._before: float | None = None  # the limit that was there
         self._settings = ""  # ... and the allocator's settings
+        self._limit = 0  # ... and the one there is, in bytes
+        self._index = device.index or 0
+        if device.type == "cuda" and device.index is None:
+            self._index = torch.cuda.current_device()
         self._margin = _FIRST_MARGIN
         self._flushes = 0
         self.flushes = 0  # how often the allocator gave back its cache because of the limit
@@ -39,6 +43,7 @@ class Cap:
         self._settings = _settings()
         _set(f"{self._settings},expandable_segments:True")
         limit = min(self._before, (budget - _PAGE) / total)
+        self._limit = int(limit * total)
         torch.cuda.set_per_process_memory_fraction(limit, self._device)
         torch.cuda.empty_cache()
         self._flushes = self._count()
@@ -54,6 +59,13 @@ class Cap:
     def holds(self) -> bool:
         """Whether the allocator is held to the budget."""
         return self._before is not None
+
+    def clear(self, count: int) -> None:
+        """Give back what is cached, unless so many bytes can be had besides."""
+        if self._before is not None:
+            stats = torch._C._cuda_memoryStats(self._index)
+            if stats["reserved_bytes"]["all"]["current"] + count > self._limit:
+                torch.cuda.empty_cache()
 
     def margin(self, budget: int) -> int:
         """Bytes to leave to the allocator; asked once a step."""

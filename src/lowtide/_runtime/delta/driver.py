@@ -55,6 +55,7 @@ class Dynamic:
         self.room.surely_of = self.trust.surely
         self.room.cost_of = self.replayer.cost
         self.room.failures = self.cap.failures
+        self.room.clear = self.cap.clear
         self.idle = idle(self)
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
@@ -77,9 +78,11 @@ class Dynamic:
 
     # Its life.
 
-    def start(self, lock: AbstractContextManager[None]) -> None:
+    def start(self, lock: AbstractContextManager[None], optimizers: Sequence[Optimizer]) -> None:
         """See ops from now on."""
         self.room.lock = lock
+        for optimizer in optimizers:
+            self.idle.optimizers.know(optimizer)
         if self.ledger.device.type == "cuda":
             self.room.know_speed()  # measuring takes memory, too
         self._push()
@@ -120,6 +123,10 @@ class Dynamic:
         self.room.forget_order()
         self._at.clear()
         self.ledger.new_graphs()
+
+    def is_settled(self) -> bool:
+        """Whether steps go by a plan as they are going to from now on."""
+        return self.planned is not None and self.planned.is_settled()
 
     def mark(self) -> None:
         """The step is over."""
@@ -199,7 +206,6 @@ class Dynamic:
         budget = self.room.budget
         if self.room.lax:  # nobody has counted: it was a step like those before
             self.peaks.append(self._known_peak)
-            self.room.margin = self.cap.margin(budget or 0)
             return
         self.plain_peak = max(self.plain_peak, ledger.plain_peak)
         if budget is not None:  # a share is not known in the first step
@@ -212,8 +218,8 @@ class Dynamic:
         self._known_shape = self._shape
         self._loose_steps = self._loose_steps + 1 if loose else 0
         self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
-        if budget is not None:
-            self.room.margin = self.cap.margin(budget)
+        if budget is not None and (self.planned is None or not self.planned.following.scripts):
+            self.room.margin = self.cap.margin(budget)  # a plan was made for the one there was
         if self._loose_steps >= _LOOSE_STEPS and is_calm():
             self._pop()
 

@@ -41,6 +41,9 @@ _NEVER = 1 << 62
 _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
 _MOST_TROUBLE = 3  # ... that took more, until all of them are seen as a whole
+_MOST_REPLANS = 3  # of a step that holds more than its plan says
+_SHORT = 4  # steps by a plan in which ops run out of memory, until it is ...
+_LESS = 0.02  # ... of the budget lower
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -61,7 +64,7 @@ class Planned:
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
 
     def __init__(
-        self, plan: Callable[[Observed], Plan | None], tell: Callable[[str], None]
+        self, plan: Callable[[Observed, int], Plan | None], tell: Callable[[str], None]
     ) -> None:
         self._plan = plan
         self._tell = tell
@@ -77,7 +80,8 @@ class Planned:
         self._held: list[Value] = []
         self._numbers: dict[int, int] = {}  # of the cells that a script moves
         self._before = 0  # tensors saved in all steps before this one
-        self._trouble = 0  # what had gone wrong when this step began
+        self._trouble = 0  # drops that had been refused when this step began
+        self._failures = 0  # ops that had run out of memory
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
 
@@ -111,13 +115,34 @@ class Planned:
             observed = observer.finish([])
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
-            plan = self._plan(observed)
+            plan = self._plan(observed, 0)
             if plan is not None:
                 self.following.add(write_script(observed, plan))
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self._next_trace = _NEVER
-            what = f"{type(error).__name__}: {error}"
-            self._tell(f"planning failed ({what}), please report it; steps go on without a plan")
+            self._failed(error)
+
+    def shrink(self, less: int) -> bool:
+        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
+        old = self.following.script
+        if old is None or old.replans >= _MOST_REPLANS:
+            return False
+        old.replans += 1
+        try:
+            plan = self._plan(old.observed, old.less + less)
+            if plan is None:
+                return False
+            new = write_script(old.observed, plan)
+            new.less, new.replans = old.less + less, old.replans
+            self.following.replace(old, new)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self._next_trace = _NEVER
+        what = f"{type(error).__name__}: {error}"
+        self._tell(f"planning failed ({what}), please report it; steps go on without a plan")
 
     def _abandon(self, observer: Observer) -> None:
         """Its mode cannot be popped here: it stays, silent, until it can."""
@@ -175,11 +200,8 @@ class Planned:
             return
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
-        self._trouble = self._count_trouble()
-
-    def _count_trouble(self) -> int:
-        counts = self.room.counts
-        return counts["not dropped"] + counts["out of memory"]
+        self._trouble = self.room.counts["not dropped"]
+        self._failures = self.room.counts["out of memory"]
 
     def end(self) -> None:
         """A step has ended."""
@@ -191,18 +213,33 @@ class Planned:
         if self.following.departed:
             self.mode = Mode.DEPARTED
         elif self.following.script is not None:
-            self.following.script.seconds.append(time.perf_counter() - self._began)
-            self._learn_ops(self.following.script)
+            script = self.following.script
+            script.seconds.append(time.perf_counter() - self._began)
+            if not self._was_short(script):
+                self._learn_ops(script)
+
+    def _was_short(self, script: Script) -> bool:
+        """Whether ops ran out of memory once too often, and steps go by another plan now."""
+        if self.room.counts["out of memory"] == self._failures:
+            return False
+        script.short += script.recorded is not None
+        less = int(_LESS * (self.room.budget or 0))
+        return script.short >= _SHORT and self.shrink(less)
 
     def _learn_ops(self, script: Script) -> None:
         """Which ops have to be written down for a step like the one that has ended."""
-        troubled = self._count_trouble() != self._trouble
+        troubled = self.room.counts["not dropped"] != self._trouble
         if script.recorded is not None:
             if troubled:
                 script.recorded = None
                 script.trouble += 1
         elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
             script.recorded = frozenset(self.room.used)
+
+    def is_settled(self) -> bool:
+        """Whether steps go by a plan as they are going to from now on."""
+        script = self.following.script
+        return script is not None and script.recorded is not None
 
     def main_script(self) -> Script | None:
         """The one that was followed most."""

@@ -56,6 +56,7 @@ class Room:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
         self.idle: IdleState | None = None  # what goes when nothing else is left
+        self.clear: Callable[[int], None] = lambda _: None  # the device's allocator's cache
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
@@ -78,10 +79,12 @@ class Room:
         retry: bool = True,
         before_retry: Callable[[], None] | None = None,
         failed: bool = False,
+        first: bool = False,
     ) -> Any:
         """Run `work` with room for what it makes; if that is too little, with more.
 
-        `failed`: it has run out of memory once already.
+        `failed`: it has run out of memory once already. `first`: a library is about to choose how
+        it computes this from now on, by what memory it finds.
         """
         published = self.policy == PUBLISHED
         portion = max(need, _FIRST_PORTION)
@@ -89,6 +92,8 @@ class Room:
             self._relieve(portion, need, name)
         elif not published:
             self.make(need, name, wish=wish)
+            if first:
+                self.clear(need + wish)
         while True:
             failures = self.failures()
             try:

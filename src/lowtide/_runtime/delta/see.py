@@ -141,13 +141,15 @@ class Seer:
         timed = call is not None and self._costs.wants(key)
         wish = self._costs.inside(key, what.facts.name, args)
         taken = self._costs.taken() if self._costs.looks(key) else None
-        if timed or sampled or what.facts.may_be_random or not self.room.enough(need + wish):
+        first = taken is not None and wish > 0
+        hurried = not (timed or sampled or first or what.facts.may_be_random)
+        if not hurried or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
             state = None
             if what.facts.may_be_random:
                 known = None if call is None else call.random
                 state = generator_of(self.ledger.device).get_state() if known is None else known
-            result = self._run(work, what, need, state, wish=wish)
+            result = self._run(work, what, need, state, wish=wish, first=first)
         else:
             failures = self.room.failures()
             try:
@@ -199,11 +201,14 @@ class Seer:
         *,
         wish: int = 0,
         failed: bool = False,
+        first: bool = False,
     ) -> Any:
         """With room made for it, and again if that was too little, from the same random state."""
         name = what.facts.name
         if state is None:
-            return self.room.run(work, need, name, wish=wish, retry=what.retriable, failed=failed)
+            return self.room.run(
+                work, need, name, wish=wish, retry=what.retriable, failed=failed, first=first
+            )
         generator = generator_of(self.ledger.device)
 
         def before_retry() -> None:

@@ -67,6 +67,13 @@ class Follower:
         self.script = script
         self._moved |= script.wanted
 
+    def replace(self, old: Script, new: Script) -> None:
+        """A better one for the same steps."""
+        self.scripts[self.scripts.index(old)] = new
+        self._moved |= new.wanted
+        if self.script is old:
+            self.script = new
+
     def know(self, codes: Codes) -> bool:
         """Whether such a step is planned; if so, the next one follows that."""
         self.script = next((script for script in self.scripts if script.codes == codes), None)

@@ -46,6 +46,12 @@ class Optimizers:
         self._stepping: set[int] = set()  # those that do so as a whole
         self.cells: list[StateCell] = []
 
+    def know(self, optimizer: Optimizer) -> None:
+        """It is going to step; what state it has may move before."""
+        number = self._number(optimizer)
+        if optimizer.state:
+            self._pieces.setdefault(number, pieces_of(optimizer, self._piece_bytes))
+
     def step(
         self, optimizer: Optimizer, args: Sequence[object], *, whole: bool, first: bool = False
     ) -> bool:
@@ -103,7 +109,7 @@ class Optimizers:
             cell.have()
 
     def all(self) -> list[Optimizer]:
-        """Those that have stepped and are still there."""
+        """Those that are known and still there."""
         return [optimizer for known in self._known.values() if (optimizer := known()) is not None]
 
     def movable(self) -> list[Movable]:

@@ -70,18 +70,26 @@ class Script:
     swapped_bytes: int  # that leave in a step
     steps_whole: bool  # nothing is gained by an optimizer's step in pieces
     plan: Plan
-    trace: Trace  # of the step that was planned
+    observed: Observed  # the step that was planned
     together: Mapping[int, tuple[int, ...]]  # saves -> those that are made again with each
     recorded: frozenset[int] | None = None  # ops that are to be written down; None: all
     trouble: int = 0  # steps in which those were not enough
+    short: int = 0  # steps in which memory ran out all the same
+    less: int = 0  # bytes by which it was planned below what it might have held
+    replans: int = 0
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
     )
 
+    @property
+    def trace(self) -> Trace:
+        """Of the step that was planned."""
+        return self.observed.trace
 
-def write_script(observed: Observed, plan: Plan) -> Script:
+
+def write_script(given: Observed, plan: Plan) -> Script:
     """Tie each swap's positions to events, and each drop's."""
-    trace = observed.trace
+    observed = given
     found: list[list[Action]] = [[] for _ in observed.codes]
     dropped = _write_drops(observed, plan, found) | _write_holds(observed, plan, found)
     together = _together(observed, plan)
@@ -111,7 +119,7 @@ def write_script(observed: Observed, plan: Plan) -> Script:
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
         steps_whole=_steps_whole(observed, plan),
         plan=plan,
-        trace=trace,
+        observed=given,
         together=together,
     )
 
