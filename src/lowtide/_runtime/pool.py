@@ -23,6 +23,7 @@ from lowtide._units import format_bytes
 _SMALLEST_ARENA = 1 << 20
 _MOST_PLANS = 256  # a lane; the least recently followed goes
 _FIRST_SECONDS, _LATER_SECONDS = 2.0, 0.5  # for one layout
+_TIGHT_SECONDS = 6.0  # ... where every byte of it counts
 _GRACE_SECONDS = 3.0  # that planning may take in any case; beyond it, ...
 _PLANNING_SHARE = 0.02  # ... of the time: shapes that vary without end are not all worth a plan
 _MOST_SEEN = 4096  # signatures counted, a lane
@@ -37,14 +38,13 @@ _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 class Place(Protocol):
     """The memory that a pool stands in."""
 
+    missing: int  # of the last arena that could not be had, the bytes for which there was no room
+
     def settle(self, device: int) -> None:
         """Move what stays for good out of the way, before the first arena is made."""
 
     def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
         """Give the lane an arena on its device, or a larger one; False: there is no memory."""
-
-    def missing(self, size: int, device: int) -> int:
-        """Of an arena that could not be had, the bytes for which there is no room."""
 
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much; a step has just gone well."""
@@ -90,9 +90,10 @@ class Pool:
         core: Core,
         place: Place,
         tell: Callable[[str], None],
-        shrink: Callable[[int], bool] = lambda _: False,
+        shrink: Callable[[int], bool] | None = None,
     ) -> None:
-        self._shrink = shrink
+        self._shrink = shrink or (lambda _: False)
+        self._first_seconds = _FIRST_SECONDS if shrink is None else _TIGHT_SECONDS
         self._core = core
         self._place = place
         self._tell = tell
@@ -174,7 +175,7 @@ class Pool:
         if known is not None:
             state.plans.move_to_end(lane.signature)
             known.trouble = known.trouble + 1 if lane.displaced else 0
-        if lane.refused:  # something fits only without an arena: let it
+        if lane.refused and state.plans:  # something fits only without an arena: let it
             state.asked_again = self._marks + _PATIENCE
         before, state.before = state.before, lane
         if before is not None and self._wanted(before, lane, state):
@@ -209,7 +210,7 @@ class Pool:
         highest = state.highest()
         beside = state.plans[highest].plan if highest in state.plans else None
         began = time.monotonic()
-        seconds = _LATER_SECONDS if state.plans else _FIRST_SECONDS
+        seconds = _LATER_SECONDS if state.plans else self._first_seconds
         plan = plan_step(record, beside=beside, room=now.arena_bytes, seconds=seconds)
         self._planning_seconds += time.monotonic() - began
         size = _arena_size(plan.height)
@@ -239,7 +240,7 @@ class Pool:
         self._core.set_mode(self._mode)  # the place may have needed another one
         if made:
             return True
-        if self._shrink(self._place.missing(size, lane.device) + int(_MORE * size)):
+        if self._shrink(self._place.missing + int(_MORE * size)):
             state.seen.clear()
             return False
         state.asked_again = self._marks + _PATIENCE

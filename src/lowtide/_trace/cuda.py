@@ -50,6 +50,8 @@ class CudaProbe:
         self._late: dict[int, float] = {}  # by how much the host came too late, where it did more
         self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
+        self._own: list[tuple[int, int]] = []  # allocator events that are none of the program's
+        self._own_from = -1
         self._history_is_ours = not torch._C._cuda_isHistoryEnabled()
         if self._history_is_ours:
             torch.cuda.memory._record_memory_history(
@@ -93,6 +95,16 @@ class CudaProbe:
         if op in self._spans and moved != self._moved:
             self._late[op] = max(0.0, took - spun)
 
+    def begin_own(self) -> None:
+        """What is allocated from now on is none of the program's."""
+        self._own_from = self._event_count()
+
+    def end_own(self) -> None:
+        """Now it is again."""
+        if self._own_from >= 0:
+            self._own.append((self._own_from, self._event_count()))
+            self._own_from = -1
+
     def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:
         """`trace` with device times, workspace and memory held by no tensor."""
         torch.cuda.synchronize()
@@ -101,7 +113,10 @@ class CudaProbe:
             seconds = max(start.elapsed_time(end) / 1e3 - self._pause, 0.0)
             ops[i] = replace(ops[i], seconds=seconds)
         self._correct(trace, ops)
-        events = self._events
+        own = {at for start, stop in self._own for at in range(start, stop)}
+        events = {
+            at: event for at, event in self._events.items() if not (event.is_alloc and at in own)
+        }
         for i, workspace in _workspaces(events, self._ranges).items():
             ops[i] = replace(ops[i], workspace_bytes=workspace)
         device = f"cuda:{self._device}"

@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self.optimizers = OptimizerWatch(self._claim_of_parameter, self._mark_optimizer)
         self._modules = ModulePaths(self._claim_root)
         self.saves = SavedTensors(self.book, self._quietly)
-        self._cuda: CudaProbe | None = None
+        self.cuda: CudaProbe | None = None
         self._claims: dict[int, Claim] = {}
         self._geometries: dict[tuple[Any, ...], GeometryId] = {}
         self._op_of_node: dict[tuple[int, int], int] = {}
@@ -300,10 +300,10 @@ class Recorder(TorchDispatchMode):
         )
         if not on_cuda or not self.measures:
             return None
-        if self._cuda is None:
-            self._cuda = CudaProbe(self.book)
-            self._undo.callback(self._cuda.close)
-        return self._cuda
+        if self.cuda is None:
+            self.cuda = CudaProbe(self.book)
+            self._undo.callback(self.cuda.close)
+        return self.cuda
 
     def _claim_root(self, root: nn.Module, base: str) -> None:
         for module, name, tensor, is_parameter in owned_tensors(root, base):
@@ -340,7 +340,7 @@ class Recorder(TorchDispatchMode):
     def recording(self) -> Trace:
         """Everything recorded, with what the GPU measured."""
         trace = self.so_far()
-        return trace if self._cuda is None else self._cuda.measured(trace, self.book.entries)
+        return trace if self.cuda is None else self.cuda.measured(trace, self.book.entries)
 
     def so_far(self) -> Trace:
         """Everything up to now as one trace, from the first op to the last."""

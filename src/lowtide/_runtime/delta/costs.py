@@ -28,6 +28,7 @@ _SCRATCH_OF_HALVES = {  # which they convert
     "baddbmm": (1.0, 0.0),
     "add": (0.0, 1.0),
 }
+_MOST_INSIDE = 2  # times arguments and results: what a convolution may take in its first run
 _SAMPLES = 4  # runs of an op of one shape that are timed
 _LOOKS = 2  # runs of which the allocator of a GPU is asked what they took
 _MOST = 20_000  # shapes remembered
@@ -89,7 +90,7 @@ class Costs:
             return 0
         known = self._scratch.get(key)
         if known is None and "convolution" in name:
-            return _all_bytes(args) + self._made.get(key, 0)
+            return _MOST_INSIDE * (_all_bytes(args) + self._made.get(key, 0))
         return known or 0
 
     def known_bytes(self, key: Hashable) -> int:

@@ -242,6 +242,9 @@ class Dynamic:
 
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
+        observer = None if self.planned is None else self.planned.observer
+        if observer is not None:
+            observer.begin_own()
         number = self._saves
         self._saves += 1
         self._shape = hash((self._shape, handle.bytes))
@@ -254,6 +257,8 @@ class Dynamic:
                 self.trust.consider(cell.value, number)
         if self.planned is not None and self._mode is not None:
             self._tell(self.planned, handle, number)
+        if observer is not None:
+            observer.end_own()
 
     def _tell(self, planned: Planned, handle: Handle, number: int) -> None:
         cell, able = handle.cell, False
@@ -271,6 +276,8 @@ class Dynamic:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
+        if self.planned is not None and self.planned.observer is not None:
+            self.planned.observer.begin_own()
         if self.planned is not None and self._mode is not None:
             self.planned.unpacking(handle)
         cell = handle.cell
@@ -292,6 +299,8 @@ class Dynamic:
         """Backward gets it."""
         if self.planned is not None:
             self.planned.unpacked(handle, tensor)
+            if self.planned.observer is not None:
+                self.planned.observer.end_own()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""

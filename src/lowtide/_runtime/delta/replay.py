@@ -1,7 +1,8 @@
 """Recipes -> bytes: ops run again, below autograd, on what they were given the first time."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -239,17 +240,13 @@ class Replayer:
 
         if call.random is None:
             return self._run(work, need, wish=wish)
-        generator = generator_of(call.device)
-        before = generator.get_state()
-        try:
+        state = call.random
 
-            def work_from_state() -> Any:
-                generator.set_state(_sure(call.random))
+        def work_from_state() -> Any:
+            with from_state(call.device, state):
                 return work()
 
-            return self._run(work_from_state, need, wish=wish)
-        finally:
-            generator.set_state(before)
+        return self._run(work_from_state, need, wish=wish)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -258,6 +255,41 @@ def generator_of(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+@contextmanager
+def from_state(device: torch.device, state: torch.Tensor) -> Iterator[None]:
+    """Random numbers are those that follow `state`; afterwards they go on as before.
+
+    On a GPU by another generator's state in place of the default one's: to set that would make
+    cuDNN's RNNs draw a new seed for their dropout.
+    """
+    generator = generator_of(device)
+    if device.type != "cuda":
+        before = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+        return
+    shared = generator.graphsafe_get_state()
+    rewind(device, state)
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(shared)
+
+
+def rewind(device: torch.device, state: torch.Tensor) -> None:
+    """Random numbers are those that follow `state` from now on."""
+    generator = generator_of(device)
+    if device.type != "cuda":
+        generator.set_state(state)
+        return
+    other = torch.Generator(device=device)
+    other.set_state(state)
+    generator.graphsafe_set_state(other)
 
 
 def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:

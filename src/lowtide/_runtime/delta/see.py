@@ -11,7 +11,7 @@ from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
-from lowtide._runtime.delta.replay import generator_of
+from lowtide._runtime.delta.replay import generator_of, rewind
 from lowtide._runtime.delta.results import Results
 from lowtide._runtime.delta.room import Room, is_out_of_memory
 
@@ -209,10 +209,9 @@ class Seer:
             return self.room.run(
                 work, need, name, wish=wish, retry=what.retriable, failed=failed, first=first
             )
-        generator = generator_of(self.ledger.device)
 
         def before_retry() -> None:
-            generator.set_state(state)
+            rewind(self.ledger.device, state)
 
         if failed:
             before_retry()

@@ -57,6 +57,16 @@ class Observer:
         """Once it was abandoned, and can be finished."""
         self._recorder.pop()
 
+    def begin_own(self) -> None:
+        """What is allocated from now on is lowtide's doing."""
+        if self._recorder.cuda is not None:
+            self._recorder.cuda.begin_own()
+
+    def end_own(self) -> None:
+        """Now it is the program's again."""
+        if self._recorder.cuda is not None:
+            self._recorder.cuda.end_own()
+
     def event(self, code: int) -> None:
         """Something happens."""
         self._codes.append(code)
