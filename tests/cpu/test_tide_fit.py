@@ -26,6 +26,7 @@ from lowtide._policy.ground import Ground
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Taste
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.planned import Mode, Planned
 from lowtide._runtime.swap.script import Act
@@ -256,6 +257,40 @@ def test_a_scalar_that_changes_is_never_taken_for_the_one_that_was_planned() -> 
     expected = run(scheduled, 8)
     ours = run(scheduled, 8, int(0.5 * max(expected.peaks)), policy="tide", verify="always")
     assert find_difference(ours.result, expected.result) is None
+
+
+def test_where_memory_stays_short_steps_are_planned_anew_in_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an allocator loses between blocks is known only when steps have gone by a plan."""
+    flushed = [0]
+    monkeypatch.setattr(Cap, "count", lambda _: flushed[0])
+    budget = int(0.7 * max(plain("resnet").peaks))
+    job = JOBS["resnet"]()
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        planned = planned_of(tide)
+
+        def train(steps: int, flushes: int) -> list[Plan]:
+            plans = []
+            for _ in range(steps):
+                flushed[0] += flushes
+                job.step()
+                plans += [one.plan for one in planned.following.scripts]
+            return plans
+
+        train(4, 0)
+        [first] = planned.following.scripts
+        assert first.recorded is not None
+        assert len({id(plan) for plan in train(2, 1)}) == 1  # that happens
+        assert len({id(plan) for plan in train(1, 0)}) == 1
+        plans = train(3, 1)
+        assert plans[-1] is not first.plan
+        assert plans[-1].peak_bytes <= 0.96 * budget
+        for _ in range(5):
+            plans += train(6, 1)
+        [last] = planned.following.scripts
+        assert last.replans == 3 and len({id(plan) for plan in plans}) == 4  # not for ever
+        assert set(list(planned.modes)[2:]) == {Mode.PLANNED}
 
 
 def test_a_step_that_departs_goes_on_within_the_budget() -> None:

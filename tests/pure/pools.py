@@ -94,14 +94,12 @@ class Place:
         self.settled: list[int] = []
         self.arenas: list[int] = []
         self.trims = 0
-        self.missing = 0
 
     def settle(self, device: int) -> None:
         self.settled.append(device)
 
     def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
         self.arenas.append(size)
-        self.missing = size // 10
         return self._core.set_arena(lane, size)
 
     def trim(self) -> None:

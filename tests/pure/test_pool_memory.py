@@ -141,26 +141,6 @@ def test_without_room_for_an_arena_training_goes_on() -> None:
         assert b.pool.summary().plans == 1
 
 
-def test_without_room_steps_are_asked_to_need_less_before_anybody_is_told() -> None:
-    asked: list[int] = []
-
-    def shrink(less: int) -> bool:
-        asked.append(less)
-        return len(asked) < 3
-
-    with bench(capacity=22 * MIB) as b:
-        b.pool = Pool(b.host.core, b.place, b.told.append, shrink)
-        held = b.host.allocate(8 * MIB)
-        left: list[int] = []
-        while len(asked) < 3:
-            assert not b.told
-            left = train(b, left=left)
-        assert len(b.told) == 1
-        assert len(b.place.arenas) == 3
-        assert asked == [int(size // 10 + 0.005 * size) for size in b.place.arenas]
-        b.host.free(held)
-
-
 def test_out_of_memory_behind_takes_what_the_arena_has() -> None:
     with bench() as b:
         plan_one(b, 64 * MIB)

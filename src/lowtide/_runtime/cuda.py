@@ -51,7 +51,6 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
-        self.missing = 0  # of the last arena that could not be had
         self._tidied: Counter[int] = Counter()  # by device
 
     def leave(self) -> None:
@@ -92,10 +91,7 @@ class CudaPlace:
             return True
         if not self._fixed_addresses(device):
             return self._set_arena_parked(lane, size, device)
-        done = bool(self._library.lowtide_torch_arena(lane, size))
-        if not done:
-            self.missing = self._missing(size, device)
-        return done
+        return bool(self._library.lowtide_torch_arena(lane, size))
 
     def _set_arena_parked(self, lane: int, size: int, device: int) -> bool:
         torch.cuda.synchronize(device)
@@ -109,8 +105,6 @@ class CudaPlace:
             for storage, _, _ in parked:
                 storage.resize_(0)
             done = bool(self._library.lowtide_torch_arena(lane, size))
-            if not done:
-                self.missing = self._missing(size, device)
         finally:
             with torch.cuda.device(device):
                 self.core.set_mode(Mode.REPLAY)  # what no plan foresees goes into the arena
@@ -124,13 +118,6 @@ class CudaPlace:
                         storage.resize_(length)
                     storage.copy_(content)
         return done
-
-    def _missing(self, size: int, device: int) -> int:
-        """By how much PyTorch would reserve more than it may."""
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        return max(0, torch.cuda.memory_reserved(device) + size - limit)
 
     def trim(self) -> None:
         """Give back what is cached; where much stays in pieces, gather what holds them.

@@ -206,8 +206,7 @@ class Tide:
                 if self._live is not None:
                     self._live(self._budgeted.status())
                 if self._pool is None and self._place is not None and self._budgeted.is_settled():
-                    core, shrink = self._place.core, self._budgeted.shrink
-                    self._pool = Pool(core, self._place, self._tell, shrink)
+                    self._pool = Pool(self._place.core, self._place, self._tell)
                     return
             if self._wants_pool:
                 self._look()

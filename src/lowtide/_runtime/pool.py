@@ -23,7 +23,6 @@ from lowtide._units import format_bytes
 _SMALLEST_ARENA = 1 << 20
 _MOST_PLANS = 256  # a lane; the least recently followed goes
 _FIRST_SECONDS, _LATER_SECONDS = 2.0, 0.5  # for one layout
-_TIGHT_SECONDS = 6.0  # ... where every byte of it counts
 _GRACE_SECONDS = 3.0  # that planning may take in any case; beyond it, ...
 _PLANNING_SHARE = 0.02  # ... of the time: shapes that vary without end are not all worth a plan
 _MOST_SEEN = 4096  # signatures counted, a lane
@@ -31,14 +30,11 @@ _MOST_REPLANS = 4  # of one signature: lives that vary without end are left disp
 _TROUBLE = 3  # fewer may be due to what lay where before the plan was made
 _LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
 _TRIM_WITHIN = 8  # marks: in case no step goes by its plan alone
-_MORE = 0.005  # of an arena: by so much steps are made to need less than would just do
 _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 
 
 class Place(Protocol):
     """The memory that a pool stands in."""
-
-    missing: int  # of the last arena that could not be had, the bytes for which there was no room
 
     def settle(self, device: int) -> None:
         """Move what stays for good out of the way, before the first arena is made."""
@@ -80,20 +76,9 @@ class _LaneState:
 
 
 class Pool:
-    """Keeps a native pool in plans. `tell` is given one line when something cannot be had.
+    """Keeps a native pool in plans. `tell` is given one line when something cannot be had."""
 
-    `shrink` is asked before: whether the steps to come will need so much less.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        place: Place,
-        tell: Callable[[str], None],
-        shrink: Callable[[int], bool] | None = None,
-    ) -> None:
-        self._shrink = shrink or (lambda _: False)
-        self._first_seconds = _FIRST_SECONDS if shrink is None else _TIGHT_SECONDS
+    def __init__(self, core: Core, place: Place, tell: Callable[[str], None]) -> None:
         self._core = core
         self._place = place
         self._tell = tell
@@ -175,7 +160,7 @@ class Pool:
         if known is not None:
             state.plans.move_to_end(lane.signature)
             known.trouble = known.trouble + 1 if lane.displaced else 0
-        if lane.refused and state.plans:  # something fits only without an arena: let it
+        if lane.refused:  # something fits only without an arena: let it
             state.asked_again = self._marks + _PATIENCE
         before, state.before = state.before, lane
         if before is not None and self._wanted(before, lane, state):
@@ -210,7 +195,7 @@ class Pool:
         highest = state.highest()
         beside = state.plans[highest].plan if highest in state.plans else None
         began = time.monotonic()
-        seconds = _LATER_SECONDS if state.plans else self._first_seconds
+        seconds = _LATER_SECONDS if state.plans else _FIRST_SECONDS
         plan = plan_step(record, beside=beside, room=now.arena_bytes, seconds=seconds)
         self._planning_seconds += time.monotonic() - began
         size = _arena_size(plan.height)
@@ -240,9 +225,6 @@ class Pool:
         self._core.set_mode(self._mode)  # the place may have needed another one
         if made:
             return True
-        if self._shrink(self._place.missing + int(_MORE * size)):
-            state.seen.clear()
-            return False
         state.asked_again = self._marks + _PATIENCE
         if not state.told:
             state.told = True

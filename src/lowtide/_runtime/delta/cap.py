@@ -30,7 +30,8 @@ class Cap:
         if device.type == "cuda" and device.index is None:
             self._index = torch.cuda.current_device()
         self._margin = _FIRST_MARGIN
-        self._flushes = 0
+        self._flushes = 0  # when the margin was last looked at
+        self._at_first = 0  # ... and when there was no limit yet
         self.flushes = 0  # how often the allocator gave back its cache because of the limit
 
     def put(self, budget: int) -> None:
@@ -46,7 +47,7 @@ class Cap:
         self._limit = int(limit * total)
         torch.cuda.set_per_process_memory_fraction(limit, self._device)
         torch.cuda.empty_cache()
-        self._flushes = self._count()
+        self._flushes = self._at_first = self.count() - self.flushes
 
     def lift(self) -> None:
         """As it was before."""
@@ -71,9 +72,8 @@ class Cap:
         """Bytes to leave to the allocator; asked once a step."""
         if self._before is None:
             return 0
-        flushes = self._count()
+        flushes = self.count()
         if flushes > self._flushes:
-            self.flushes += flushes - self._flushes
             self._flushes = flushes
             self._margin = min(_MOST_MARGIN, self._margin + _MORE_MARGIN)
         return int(self._margin * budget)
@@ -82,8 +82,13 @@ class Cap:
         """How often the allocator had nothing to give, also where a library made do without."""
         return _failures
 
-    def _count(self) -> int:
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+    def count(self) -> int:
+        """How often the allocator has given back its cache to go on, in all."""
+        if self._before is None:
+            return 0
+        count = int(torch._C._cuda_memoryStats(self._index)["num_alloc_retries"])
+        self.flushes = count - self._at_first
+        return count
 
 
 def _watch_failures() -> None:

@@ -56,6 +56,7 @@ class Dynamic:
         self.room.cost_of = self.replayer.cost
         self.room.failures = self.cap.failures
         self.room.clear = self.cap.clear
+        self.room.flushes = self.cap.count
         self.idle = idle(self)
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
@@ -123,10 +124,6 @@ class Dynamic:
         self.room.forget_order()
         self._at.clear()
         self.ledger.new_graphs()
-
-    def is_settled(self) -> bool:
-        """Whether steps go by a plan as they are going to from now on."""
-        return self.planned is not None and self.planned.is_settled()
 
     def mark(self) -> None:
         """The step is over."""

@@ -42,8 +42,8 @@ _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
 _MOST_TROUBLE = 3  # ... that took more, until all of them are seen as a whole
 _MOST_REPLANS = 3  # of a step that holds more than its plan says
-_SHORT = 4  # steps by a plan in which ops run out of memory, until it is ...
-_LESS = 0.02  # ... of the budget lower
+_SHORT = 3  # steps by a plan in a row that are short of memory, until it is ...
+_LESS = 0.03  # ... of the budget lower
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -81,7 +81,7 @@ class Planned:
         self._numbers: dict[int, int] = {}  # of the cells that a script moves
         self._before = 0  # tensors saved in all steps before this one
         self._trouble = 0  # drops that had been refused when this step began
-        self._failures = 0  # ops that had run out of memory
+        self._failures = 0  # ... and how often memory had been short
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
 
@@ -121,11 +121,11 @@ class Planned:
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._failed(error)
 
-    def shrink(self, less: int) -> bool:
-        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
-        old = self.following.script
-        if old is None or old.replans >= _MOST_REPLANS:
+    def _shrink(self, old: Script) -> bool:
+        """Plan anew, so that steps hold less. False: that was done often, or cannot be."""
+        if old.replans >= _MOST_REPLANS:
             return False
+        less = int(_LESS * (self.room.budget or 0))
         old.replans += 1
         try:
             plan = self._plan(old.observed, old.less + less)
@@ -201,7 +201,7 @@ class Planned:
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
         self._trouble = self.room.counts["not dropped"]
-        self._failures = self.room.counts["out of memory"]
+        self._failures = self._shortage()
 
     def end(self) -> None:
         """A step has ended."""
@@ -219,12 +219,16 @@ class Planned:
                 self._learn_ops(script)
 
     def _was_short(self, script: Script) -> bool:
-        """Whether ops ran out of memory once too often, and steps go by another plan now."""
-        if self.room.counts["out of memory"] == self._failures:
-            return False
-        script.short += script.recorded is not None
-        less = int(_LESS * (self.room.budget or 0))
-        return script.short >= _SHORT and self.shrink(less)
+        """Whether memory was short once too often, and steps go by another plan now.
+
+        What lies between blocks is not known before: steps show how much a plan has to leave.
+        """
+        short = self._shortage() != self._failures and script.recorded is not None
+        script.short = script.short + 1 if short else 0
+        return script.short >= _SHORT and self._shrink(script)
+
+    def _shortage(self) -> int:
+        return self.room.counts["out of memory"] + self.room.flushes()
 
     def _learn_ops(self, script: Script) -> None:
         """Which ops have to be written down for a step like the one that has ended."""
@@ -235,11 +239,6 @@ class Planned:
                 script.trouble += 1
         elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
             script.recorded = frozenset(self.room.used)
-
-    def is_settled(self) -> bool:
-        """Whether steps go by a plan as they are going to from now on."""
-        script = self.following.script
-        return script is not None and script.recorded is not None
 
     def main_script(self) -> Script | None:
         """The one that was followed most."""

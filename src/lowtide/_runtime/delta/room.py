@@ -57,6 +57,7 @@ class Room:
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
         self.idle: IdleState | None = None  # what goes when nothing else is left
         self.clear: Callable[[int], None] = lambda _: None  # the device's allocator's cache
+        self.flushes: Callable[[], int] = lambda: 0  # of it because there was no memory, so far
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
