@@ -61,6 +61,12 @@ void lowtide_pool_dismiss(lowtide_pool *pool, void *home) { pool->pool.dismiss(h
 
 void *lowtide_pool_base(lowtide_pool *pool, void *block) { return pool->pool.base_of(block); }
 
+void *lowtide_pool_place_in(lowtide_pool *pool, int32_t lane, int64_t offset, int64_t bytes) {
+  return pool->pool.place_in(lane, offset, bytes);
+}
+
+int64_t lowtide_pool_index(lowtide_pool *pool, void *block) { return pool->pool.index(block); }
+
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block) { return pool->pool.age(block); }
 
 void lowtide_pool_reclaim(lowtide_pool *pool) { pool->pool.reclaim(); }

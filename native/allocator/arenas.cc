@@ -153,6 +153,17 @@ void *Pool::place(void *home, int64_t offset, int64_t bytes) {
   return arena->base + offset;
 }
 
+void *Pool::place_in(int32_t number, int64_t offset, int64_t bytes) {
+  Lock lock(mutex_);
+  if (number < 0 || number >= static_cast<int32_t>(lanes_.size())) return nullptr;
+  Arena *const arena = lanes_[static_cast<size_t>(number)]->arena;
+  if (!arena || offset < 0 || offset % kGrain || bytes < 1 ||
+      !arena->vacant(offset, rounded(bytes)))
+    return nullptr;
+  put(*arena, offset, bytes, {});
+  return arena->base + offset;
+}
+
 void Pool::dismiss(void *home) {
   Lock lock(mutex_);
   if (Arena *const arena = arena_at(home)) arena->retired = true;

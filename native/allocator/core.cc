@@ -314,16 +314,24 @@ void Pool::forget(int32_t number, int64_t plan) {
     lanes_[static_cast<size_t>(number)]->follower.forget(plan);
 }
 
+Origin Pool::origin_of(void *pointer) {
+  if (Arena *const arena = arena_at(pointer)) {
+    Block *const block = arena->find(static_cast<char *>(pointer) - arena->base);
+    return block ? block->origin : Origin{};
+  }
+  const auto found = held_.find(pointer);
+  return found != held_.end() ? found->second : Origin{};
+}
+
+int64_t Pool::index(void *pointer) {
+  Lock lock(mutex_);
+  const Origin origin = origin_of(pointer);
+  return origin.lane < 0 ? -1 : origin.index;
+}
+
 int64_t Pool::age(void *pointer) {
   Lock lock(mutex_);
-  Origin origin;
-  if (Arena *const arena = arena_at(pointer)) {
-    if (Block *const block = arena->find(static_cast<char *>(pointer) - arena->base))
-      origin = block->origin;
-  } else {
-    const auto found = held_.find(pointer);
-    if (found != held_.end()) origin = found->second;
-  }
+  const Origin origin = origin_of(pointer);
   if (origin.lane < 0) return -1;
   return lanes_[static_cast<size_t>(origin.lane)]->steps.number() - origin.step;
 }

@@ -55,6 +55,8 @@ class Pool {
   void dismiss(void *home);
 
   int64_t age(void *block);
+  int64_t index(void *block);
+  void *place_in(int32_t lane, int64_t offset, int64_t bytes);
   void reclaim();
   lowtide_pool_stats count(int32_t device);
   // Whether the block lies in an arena: that arena's base.
@@ -84,6 +86,7 @@ class Pool {
 
   int32_t lane_of(Stream stream);
   Arena *arena_at(const void *pointer);
+  Origin origin_of(void *pointer);
   int64_t choose(Lane &lane, int64_t bytes);
   void put(Arena &arena, int64_t offset, int64_t requested, Origin origin);
   void remove(Arena &arena, int64_t offset);

@@ -28,7 +28,7 @@ from lowtide._policy.taste import Taste
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell
-from lowtide._runtime.delta.planned import Mode, Planned
+from lowtide._runtime.delta.planned import _SHORT, Mode, Planned
 from lowtide._runtime.swap.script import Act
 from lowtide._simulate.remade import remade
 
@@ -281,13 +281,13 @@ def test_where_memory_stays_short_steps_are_planned_anew_in_less(
         train(4, 0)
         [first] = planned.following.scripts
         assert first.recorded is not None
-        assert len({id(plan) for plan in train(2, 1)}) == 1  # that happens
+        assert len({id(plan) for plan in train(_SHORT - 1, 1)}) == 1  # that happens
         assert len({id(plan) for plan in train(1, 0)}) == 1
-        plans = train(3, 1)
+        plans = train(_SHORT, 1)
         assert plans[-1] is not first.plan
         assert plans[-1].peak_bytes <= 0.96 * budget
         for _ in range(5):
-            plans += train(6, 1)
+            plans += train(2 + _SHORT, 1)
         [last] = planned.following.scripts
         assert last.replans == 3 and len({id(plan) for plan in plans}) == 4  # not for ever
         assert set(list(planned.modes)[2:]) == {Mode.PLANNED}

@@ -1,7 +1,7 @@
 """A pool over main memory, and a checker of its own that knows nothing of plans or arenas."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,10 @@ class Host:
         """A block that shares no byte with another one in use."""
         block = self.library.lowtide_pool_allocate(self.handle, size, device, stream or None)
         assert block, "no memory"
+        self._write(block, size)
+        return int(block)
+
+    def _write(self, block: int, size: int) -> None:
         assert block % 512 == 0
         for other, (length, _) in self.live.items():
             assert block + size <= other or other + length <= block, "two blocks share bytes"
@@ -52,6 +56,12 @@ class Host:
         self._written = self._written % 255 + 1
         ctypes.memset(block, self._written, size)
         self.live[block] = (size, self._written)
+
+    def place_in(self, lane: int, offset: int, size: int) -> int:
+        """A block at a place of the lane's arena."""
+        block = self.library.lowtide_pool_place_in(self.handle, lane, offset, size)
+        assert block, "in use"
+        self._write(block, size)
         return int(block)
 
     def free(self, block: int) -> None:
@@ -94,12 +104,16 @@ class Place:
         self.settled: list[int] = []
         self.arenas: list[int] = []
         self.trims = 0
+        self.missing = 0
 
     def settle(self, device: int) -> None:
         self.settled.append(device)
 
-    def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
+    def set_arena(
+        self, lane: int, size: int, device: int, *, grows: bool, left: Mapping[int, int]
+    ) -> bool:
         self.arenas.append(size)
+        self.missing = size // 10
         return self._core.set_arena(lane, size)
 
     def trim(self) -> None:

@@ -1,7 +1,9 @@
 """The pool over main memory: streams, arenas that come and go, and no memory left."""
 
+from collections.abc import Mapping
+
 import pytest
-from pools import MIB, bench, plan_one, train
+from pools import MIB, Host, Place, bench, plan_one, train
 
 from lowtide._runtime.core import Mode
 from lowtide._runtime.pool import Pool
@@ -125,6 +127,51 @@ def test_a_second_session_starts_from_nothing() -> None:
         assert summary.unplanned == summary.displaced == 0
 
 
+class _Parking(Place):
+    """Makes room for an arena: what a step has left behind goes into it, where plans have it."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.core)
+        self._host = host
+        self.moved: dict[int, int] = {}
+
+    def set_arena(
+        self, lane: int, size: int, device: int, *, grows: bool, left: Mapping[int, int]
+    ) -> bool:
+        host = self._host
+        parked = {}
+        for block in list(host.live):
+            if host.core.age(block) == 1:
+                parked[block] = host.core.index(block), host.live[block][0]
+                host.free(block)
+        made = super().set_arena(lane, size, device, grows=grows, left=left)
+        assert made
+        for block, (index, length) in parked.items():
+            self.moved[block] = host.place_in(lane, left[index], length)
+        taken = next(iter(left.values()))
+        assert host.library.lowtide_pool_place_in(host.handle, lane, taken, 512) is None
+        assert host.library.lowtide_pool_place_in(host.handle, lane, size, 512) is None
+        assert host.library.lowtide_pool_place_in(host.handle, lane + 1, 0, 512) is None
+        return made
+
+
+def test_what_the_last_step_left_behind_lies_where_plans_have_it() -> None:
+    """So that the first step in a new arena follows its plan, in no more memory than that."""
+    with bench() as b:
+        place = _Parking(b.host)
+        b.pool = Pool(b.host.core, place, b.told.append, lambda _: False)
+        left: list[int] = []
+        for i in range(9):
+            left = [place.moved.get(block, block) for block in train(b, left=left)]
+            if place.arenas:
+                b.host.limit(place.arenas[0])  # nothing may lie beside it
+            assert (b.pool.summary().plans == 1) == (i >= 2)
+        summary = b.pool.summary()
+        assert len(place.moved) == 3
+        assert summary.replayed == 6
+        assert summary.unplanned == summary.displaced == 0
+
+
 def test_without_room_for_an_arena_training_goes_on() -> None:
     with bench(capacity=22 * MIB) as b:
         held = b.host.allocate(8 * MIB)
@@ -139,6 +186,26 @@ def test_without_room_for_an_arena_training_goes_on() -> None:
         for _ in range(60):
             left = train(b, left=left)
         assert b.pool.summary().plans == 1
+
+
+def test_without_room_steps_are_asked_to_need_less_before_anybody_is_told() -> None:
+    asked: list[int] = []
+
+    def shrink(less: int) -> bool:
+        asked.append(less)
+        return len(asked) < 3
+
+    with bench(capacity=22 * MIB) as b:
+        b.pool = Pool(b.host.core, b.place, b.told.append, shrink)
+        held = b.host.allocate(8 * MIB)
+        left: list[int] = []
+        while len(asked) < 3:
+            assert not b.told
+            left = train(b, left=left)
+        assert len(b.told) == 1
+        assert len(b.place.arenas) == 3
+        assert asked == [int(size // 10 + 0.005 * size) for size in b.place.arenas]
+        b.host.free(held)
 
 
 def test_out_of_memory_behind_takes_what_the_arena_has() -> None:

@@ -255,6 +255,27 @@ void a_storage_is_moved_without_its_owners_noticing() {
   leave();
 }
 
+void a_storage_without_bytes_gets_some_of_an_arena() {
+  start({kMiB}, 4 * kMiB);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0,
+      DataPtr(nullptr, c10::Device(c10::DeviceType::CUDA, 0)), &caching(), true);
+  CHECK(lowtide_torch_adopt(storage.get(), 0, kMiB, 1000) == 1);
+  CHECK(storage->nbytes() == 1000);
+  CHECK(lowtide_torch_adopt(storage.get(), 0, 2 * kMiB, 1000) == 0);  // it has some
+  auto other = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0,
+      DataPtr(nullptr, c10::Device(c10::DeviceType::CUDA, 0)), &caching(), true);
+  CHECK(lowtide_torch_adopt(other.get(), 0, kMiB + 512, 1000) == 0);  // they are in use
+  CHECK(lowtide_torch_adopt(other.get(), 0, -1, 1000) == 0);
+  CHECK(other->nbytes() == 0);
+  CHECK(allocated() == 1024);
+  std::memset(storage->mutable_data(), 7, 1000);
+  storage.reset();
+  CHECK(allocated() == 0);
+  leave();
+}
+
 void snapshots_show_what_lies_in_arenas() {
   start({kMiB, 1000}, 4 * kMiB);
   DataPtr first = take(kMiB), second = take(1000);
@@ -302,6 +323,7 @@ int main() {
   inside_a_capture_everything_is_the_caching_allocators();
   no_memory_is_thrown_as_ever();
   a_storage_is_moved_without_its_owners_noticing();
+  a_storage_without_bytes_gets_some_of_an_arena();
   snapshots_show_what_lies_in_arenas();
   what_it_does_not_know_is_handed_on();
   std::puts("checked");

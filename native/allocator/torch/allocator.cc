@@ -331,6 +331,15 @@ void *Allocator::home(int64_t bytes, int32_t device, void *stream) {
   return base;
 }
 
+bool Allocator::adopt(c10::StorageImpl &storage, int32_t lane, int64_t offset, int64_t bytes) {
+  if (storage.nbytes()) return false;
+  void *const block = pool_->pool.place_in(lane, offset, bytes);
+  if (!block) return false;
+  storage.set_data_ptr_noswap({block, block, &give_back, storage.device()});
+  storage.set_nbytes(static_cast<size_t>(bytes));
+  return true;
+}
+
 bool Allocator::settle(c10::StorageImpl &storage, void *home, int64_t offset) {
   const c10::DataPtr &old = storage.data_ptr();
   const int64_t bytes = static_cast<int64_t>(storage.nbytes());

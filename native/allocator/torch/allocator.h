@@ -43,6 +43,8 @@ class Allocator final : public native::CUDAAllocator {
   void *home(int64_t bytes, int32_t device, void *stream);
   // Moves a storage's bytes into a home.  False: they are not the caching allocator's to move.
   bool settle(c10::StorageImpl &storage, void *home, int64_t offset);
+  // Gives a storage that has no bytes some of a lane's arena.  False: they are in use.
+  bool adopt(c10::StorageImpl &storage, int32_t lane, int64_t offset, int64_t bytes);
 
   // What the pool knows.
   c10::DataPtr allocate(size_t bytes) override;

@@ -56,6 +56,12 @@ void *lowtide_torch_home(int64_t bytes, int32_t device, void *stream) {
   return guarded<void *>(nullptr, [&] { return Allocator::the().home(bytes, device, stream); });
 }
 
+int32_t lowtide_torch_adopt(void *storage, int32_t lane, int64_t offset, int64_t bytes) {
+  return guarded<int32_t>(0, [&] {
+    return Allocator::the().adopt(*static_cast<c10::StorageImpl *>(storage), lane, offset, bytes);
+  });
+}
+
 int32_t lowtide_torch_settle(void *storage, void *home, int64_t offset) {
   return guarded<int32_t>(0, [&] {
     return Allocator::the().settle(*static_cast<c10::StorageImpl *>(storage), home, offset);

@@ -147,7 +147,7 @@ class Budgeted:
         what stays: no time to lay anything out.
         """
         if self._dynamic is not None:
-            return False  # a step that departs from its plan needs every byte for anything
+            return self._dynamic.planned is not None and self._dynamic.planned.is_settled()
         return bool(self._driver.following.scripts) or self._driver.steps.total() >= _LONG_ENOUGH
 
     def summary(self) -> SwapSummary:
@@ -338,6 +338,11 @@ class Budgeted:
             held = stays + sum(cell.bytes for cell in self._saved.cells() if cell.holds())
         share = _KNOWN_SHARE if self._driver.following.scripts else _UNKNOWN_SHARE
         return held > stays + share * (self._bytes - stays)
+
+    def shrink(self, less: int) -> bool:
+        """Hold so much less in the steps to come. False: that cannot be, or was tried enough."""
+        planned = None if self._dynamic is None else self._dynamic.planned
+        return planned is not None and planned.shrink(less)
 
     def _plan_tide(self, observed: Observed, less: int) -> Plan | None:
         """None: no plan was found that keeps the budget, and is so much below it."""

@@ -115,6 +115,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dismiss": (None, [_PTR, _PTR]),
     "base": (_PTR, [_PTR, _PTR]),
     "age": (_I64, [_PTR, _PTR]),
+    "index": (_I64, [_PTR, _PTR]),
+    "place_in": (_PTR, [_PTR, _I32, _I64, _I64]),
     "reclaim": (None, [_PTR]),
     "count": (None, [_PTR, _I32, ctypes.POINTER(_Counts)]),
 }
@@ -208,6 +210,10 @@ class Core:
     def age(self, block: int) -> int:
         """How many marks ago a block was allocated, or -1."""
         return int(self._library.lowtide_pool_age(self._handle, block))
+
+    def index(self, block: int) -> int:
+        """Which allocation of its step a block was, or -1."""
+        return int(self._library.lowtide_pool_index(self._handle, block))
 
     def reclaim(self) -> None:
         """Give back what only waited for an event."""

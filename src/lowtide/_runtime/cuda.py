@@ -4,7 +4,7 @@ import ctypes
 import functools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -33,6 +33,10 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
     library.lowtide_torch_home.argtypes = [ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p]
     library.lowtide_torch_arena.argtypes = [ctypes.c_int32, ctypes.c_int64]
     library.lowtide_torch_settle.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.lowtide_torch_adopt.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int32),
+        *(ctypes.c_int64, ctypes.c_int64),
+    ]
     library.lowtide_torch_private.argtypes = [ctypes.c_int32]
     library.lowtide_torch_cached.restype = ctypes.c_int64
     library.lowtide_torch_cached.argtypes = [ctypes.c_int32]
@@ -51,6 +55,7 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
+        self.missing = 0  # of the last arena that could not be had
         self._tidied: Counter[int] = Counter()  # by device
 
     def leave(self) -> None:
@@ -75,7 +80,9 @@ class CudaPlace:
         """Whether a CUDA graph is being captured here."""
         return torch.cuda.is_current_stream_capturing()
 
-    def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
+    def set_arena(
+        self, lane: int, size: int, device: int, *, grows: bool, left: Mapping[int, int]
+    ) -> bool:
         """In a segment of its own.
 
         What the last step left behind (gradients) lies beside the new arena until it is freed, and
@@ -90,25 +97,36 @@ class CudaPlace:
         if not (grows and more) and self._library.lowtide_torch_arena(lane, size):
             return True
         if not self._fixed_addresses(device):
-            return self._set_arena_parked(lane, size, device)
-        return bool(self._library.lowtide_torch_arena(lane, size))
+            return self._set_arena_parked(lane, size, device, left)
+        done = bool(self._library.lowtide_torch_arena(lane, size))
+        if not done:
+            self.missing = self._missing(size, device)
+        return done
 
-    def _set_arena_parked(self, lane: int, size: int, device: int) -> bool:
+    def _set_arena_parked(self, lane: int, size: int, device: int, left: Mapping[int, int]) -> bool:
         torch.cuda.synchronize(device)
-        parked = [
-            (storage, storage.nbytes(), storage.cpu())
-            for storage in self._movable(device)
-            if storage.resizable() and self.core.age(storage.data_ptr()) in (0, 1)
-        ]
+        parked: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage, int | None]] = []
+        for storage in self._movable(device):
+            age = self.core.age(storage.data_ptr())
+            if storage.resizable() and age in (0, 1):
+                where = left.get(self.core.index(storage.data_ptr())) if age == 1 else None
+                parked.append((storage, storage.nbytes(), storage.cpu(), where))
         done = False
         try:
-            for storage, _, _ in parked:
+            for storage, *_ in parked:
                 storage.resize_(0)
             done = bool(self._library.lowtide_torch_arena(lane, size))
+            if not done:
+                self.missing = self._missing(size, device)
         finally:
             with torch.cuda.device(device):
-                self.core.set_mode(Mode.REPLAY)  # what no plan foresees goes into the arena
-                for storage, length, content in parked:
+                adopt = self._library.lowtide_torch_adopt
+                for storage, length, content, where in parked:
+                    if done and where is not None and adopt(storage._cdata, lane, where, length):
+                        storage.copy_(content)
+                        continue
+                    # What no plan foresees goes into the arena, unless that is all planned.
+                    self.core.set_mode(Mode.PASS if left else Mode.REPLAY)
                     try:
                         storage.resize_(length)
                     except torch.OutOfMemoryError:  # what was there comes first
@@ -118,6 +136,13 @@ class CudaPlace:
                         storage.resize_(length)
                     storage.copy_(content)
         return done
+
+    def _missing(self, size: int, device: int) -> int:
+        """By how much PyTorch would reserve more than it may."""
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return max(0, torch.cuda.memory_reserved(device) + size - limit)
 
     def trim(self) -> None:
         """Give back what is cached; where much stays in pieces, gather what holds them.

@@ -24,6 +24,7 @@ from lowtide._runtime.cuda import CudaPlace
 from lowtide._runtime.delta.trust import VERIFY
 from lowtide._runtime.marks import Marks
 from lowtide._runtime.pool import Pool
+from lowtide._runtime.swap.quiet import quiet
 
 
 def fit(
@@ -206,7 +207,8 @@ class Tide:
                 if self._live is not None:
                     self._live(self._budgeted.status())
                 if self._pool is None and self._place is not None and self._budgeted.is_settled():
-                    self._pool = Pool(self._place.core, self._place, self._tell)
+                    core, shrink = self._place.core, self._budgeted.shrink
+                    self._pool = Pool(core, self._place, self._tell, shrink)
                     return
             if self._wants_pool:
                 self._look()
@@ -216,7 +218,8 @@ class Tide:
             if self._place.capturing():
                 return  # a graph is being captured: nothing may be freed, moved or waited for
             try:
-                self._pool.mark()
+                with quiet():
+                    self._pool.mark()
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 self._pool.stop()
                 self._pool, self._place = None, None

@@ -36,13 +36,19 @@ def widened(step: StepRecord, other: StepRecord) -> StepRecord:
 
 
 def plan_step(
-    step: StepRecord, *, beside: StepPlan | None = None, room: int = 0, seconds: float = 2.0
+    step: StepRecord,
+    *,
+    beside: StepPlan | None = None,
+    room: int = 0,
+    seconds: float = 2.0,
+    single: bool = False,
 ) -> StepPlan:
     """Pack one step of those that repeat it; lives may go on into the next one.
 
     With no life longer than the step, one set of offsets serves every step. With longer ones, the
     step is laid out twice, as two phases of a step of double length: then what lives on takes
     its bytes only while it lives. What outlives even that, or has no end yet, stays outside.
+    With `single` all that lives longer does: a step that is laid out once is laid out lower.
 
     The next step may be of another shape and follow another plan, `beside`. So that what is left
     behind is not in its way, it is put where that plan leaves its own, if `room` allows.
@@ -50,7 +56,7 @@ def plan_step(
     lives = [
         end - start if end >= 0 else None for start, end in zip(step.made, step.freed, strict=True)
     ]
-    count = 1 if all(life is None or life <= step.ticks for life in lives) else 2
+    count = 1 if single or all(life is None or life <= step.ticks for life in lives) else 2
     period = step.ticks * count
     buffers = [
         Buffer(

@@ -9,7 +9,7 @@ step in order, so steps of several shapes each find their own.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from lowtide._units import format_bytes
 _SMALLEST_ARENA = 1 << 20
 _MOST_PLANS = 256  # a lane; the least recently followed goes
 _FIRST_SECONDS, _LATER_SECONDS = 2.0, 0.5  # for one layout
+_TIGHT_SECONDS = 6.0  # ... where every byte of it counts
 _GRACE_SECONDS = 3.0  # that planning may take in any case; beyond it, ...
 _PLANNING_SHARE = 0.02  # ... of the time: shapes that vary without end are not all worth a plan
 _MOST_SEEN = 4096  # signatures counted, a lane
@@ -30,17 +31,25 @@ _MOST_REPLANS = 4  # of one signature: lives that vary without end are left disp
 _TROUBLE = 3  # fewer may be due to what lay where before the plan was made
 _LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
 _TRIM_WITHIN = 8  # marks: in case no step goes by its plan alone
+_MORE = 0.005  # of an arena: by so much steps are made to need less than would just do
 _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 
 
 class Place(Protocol):
     """The memory that a pool stands in."""
 
+    missing: int  # of the last arena that could not be had, the bytes for which there was no room
+
     def settle(self, device: int) -> None:
         """Move what stays for good out of the way, before the first arena is made."""
 
-    def set_arena(self, lane: int, size: int, device: int, *, grows: bool) -> bool:
-        """Give the lane an arena on its device, or a larger one; False: there is no memory."""
+    def set_arena(
+        self, lane: int, size: int, device: int, *, grows: bool, left: Mapping[int, int]
+    ) -> bool:
+        """Give the lane an arena on its device, or a larger one; False: there is no memory.
+
+        `left` says where in it the allocations lie that the last step has left behind.
+        """
 
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much; a step has just gone well."""
@@ -76,9 +85,20 @@ class _LaneState:
 
 
 class Pool:
-    """Keeps a native pool in plans. `tell` is given one line when something cannot be had."""
+    """Keeps a native pool in plans. `tell` is given one line when something cannot be had.
 
-    def __init__(self, core: Core, place: Place, tell: Callable[[str], None]) -> None:
+    `shrink` is asked before: whether the steps to come will need so much less.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        place: Place,
+        tell: Callable[[str], None],
+        shrink: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._shrink = shrink or (lambda _: False)
+        self._is_tight = shrink is not None
         self._core = core
         self._place = place
         self._tell = tell
@@ -160,7 +180,7 @@ class Pool:
         if known is not None:
             state.plans.move_to_end(lane.signature)
             known.trouble = known.trouble + 1 if lane.displaced else 0
-        if lane.refused:  # something fits only without an arena: let it
+        if lane.refused and state.plans:  # something fits only without an arena: let it
             state.asked_again = self._marks + _PATIENCE
         before, state.before = state.before, lane
         if before is not None and self._wanted(before, lane, state):
@@ -170,6 +190,8 @@ class Pool:
         """Whether this step, whose successor `now` has ended, is to be planned."""
         if step.overflow or step.allocations > _LONGEST_STEP:
             return False
+        if self._is_tight and step.signature != now.signature:
+            return False  # what is left behind has to lie where it is planned to
         if self._marks < state.asked_again or state.seen.get(step.signature, 0) < 2:
             return False
         elapsed = time.monotonic() - self._began
@@ -196,10 +218,14 @@ class Pool:
         beside = state.plans[highest].plan if highest in state.plans else None
         began = time.monotonic()
         seconds = _LATER_SECONDS if state.plans else _FIRST_SECONDS
-        plan = plan_step(record, beside=beside, room=now.arena_bytes, seconds=seconds)
+        if self._is_tight:
+            seconds = _TIGHT_SECONDS
+        room = now.arena_bytes
+        plan = plan_step(record, beside=beside, room=room, seconds=seconds, single=self._is_tight)
         self._planning_seconds += time.monotonic() - began
         size = _arena_size(plan.height)
-        if size > now.arena_bytes and not self._make_room(now, size, state):
+        left = {i: plan.phases[-1][i] for i in plan.left} if self._is_tight else {}
+        if size > now.arena_bytes and not self._make_room(now, size, state, left):
             return  # a plan that is there stays
         replans = 0
         if known is not None:
@@ -214,17 +240,20 @@ class Pool:
             self._mode = Mode.REPLAY
             self._core.set_mode(Mode.REPLAY)
 
-    def _make_room(self, lane: Lane, size: int, state: _LaneState) -> bool:
+    def _make_room(self, lane: Lane, size: int, state: _LaneState, left: Mapping[int, int]) -> bool:
         if lane.device not in self._settled:
             self._settled.add(lane.device)
             self._place.settle(lane.device)
         self._trim_in = _TRIM_WITHIN
         size = max(size, state.arena_size())
         grows = lane.arena_bytes > 0
-        made = self._place.set_arena(lane.lane, size, lane.device, grows=grows)
+        made = self._place.set_arena(lane.lane, size, lane.device, grows=grows, left=left)
         self._core.set_mode(self._mode)  # the place may have needed another one
         if made:
             return True
+        if self._shrink(self._place.missing + int(_MORE * size)):
+            state.seen.clear()
+            return False
         state.asked_again = self._marks + _PATIENCE
         if not state.told:
             state.told = True

@@ -42,7 +42,7 @@ _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
 _MOST_TROUBLE = 3  # ... that took more, until all of them are seen as a whole
 _MOST_REPLANS = 3  # of a step that holds more than its plan says
-_SHORT = 3  # steps by a plan in a row that are short of memory, until it is ...
+_SHORT = 6  # steps by a plan in a row that are short of memory, until it is ...
 _LESS = 0.03  # ... of the budget lower
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
@@ -121,11 +121,11 @@ class Planned:
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._failed(error)
 
-    def _shrink(self, old: Script) -> bool:
-        """Plan anew, so that steps hold less. False: that was done often, or cannot be."""
-        if old.replans >= _MOST_REPLANS:
+    def shrink(self, less: int) -> bool:
+        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
+        old = self.following.script
+        if old is None or old.replans >= _MOST_REPLANS:
             return False
-        less = int(_LESS * (self.room.budget or 0))
         old.replans += 1
         try:
             plan = self._plan(old.observed, old.less + less)
@@ -225,7 +225,8 @@ class Planned:
         """
         short = self._shortage() != self._failures and script.recorded is not None
         script.short = script.short + 1 if short else 0
-        return script.short >= _SHORT and self._shrink(script)
+        less = int(_LESS * (self.room.budget or 0))
+        return script.short >= _SHORT and self.shrink(less)
 
     def _shortage(self) -> int:
         return self.room.counts["out of memory"] + self.room.flushes()
@@ -239,6 +240,11 @@ class Planned:
                 script.trouble += 1
         elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
             script.recorded = frozenset(self.room.used)
+
+    def is_settled(self) -> bool:
+        """Whether steps go by a plan as they are going to from now on."""
+        script = self.following.script
+        return script is not None and script.recorded is not None
 
     def main_script(self) -> Script | None:
         """The one that was followed most."""
