@@ -30,8 +30,8 @@ import lowtide
 from lowtide._ir import Rerun
 
 WARM = 3  # steps before those that are timed
-PATIENCE = 8  # ... at most, where they wait for a plan
-FOLLOWED = 2  # steps by a plan before those that are timed
+PATIENCE = 24  # ... at most, where they wait for a plan and its layout
+FOLLOWED = 2  # steps by both before those that are timed
 STEPS = 5  # whose losses are compared: one unseen, one traced, the rest by a plan
 
 WORKS: dict[str, Entry] = {
@@ -174,7 +174,10 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
         step()
         first = look()
         for _ in range(PATIENCE - 1):
-            if list(planned.modes)[-FOLLOWED:] == ["planned"] * FOLLOWED:
+            pool = fitted._pool
+            if pool is not None and pool.summary().replayed >= FOLLOWED:
+                break
+            if planned.modes and planned.modes[-1] == "loose":
                 break
             step()
         before = budgeted.dynamic_summary()
@@ -190,6 +193,7 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
                 key: (getattr(after, key) - getattr(before, key)) / (TIMED + 1)
                 for key in ("replayed_ops", "dropped", "swapped", "swapped_bytes")
             },
+            "steps_before": len(planned.modes),
             "summary": fitted.summary(),
         }
 

@@ -1,5 +1,6 @@
 """Training under a budget with no plan: every op is seen, and room is made before it runs."""
 
+import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -27,6 +28,7 @@ from lowtide._runtime.swap.tier import Tier
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
+_PLENTY = 0.3  # ... that is free: an optimizer's step has room
 _LOOSE_STEPS = 2  # in a row, until then
 
 
@@ -67,6 +69,8 @@ class Dynamic:
             self.room.spare = planned.let_go
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
+        self._unseen_step = False  # an optimizer is at it, and the mode is off
+        self._has_frozen = False
         self.has_trained = False
         self._saves = self._saved_bytes = 0  # of this step
         self._shape = self._known_shape = 0  # what it saved, in a number; and the last one
@@ -112,7 +116,11 @@ class Dynamic:
     def stop(self) -> None:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
+        self._unseen_step = False
         self._pop()
+        if self._has_frozen:
+            self._has_frozen = False
+            gc.unfreeze()
         if self.planned is not None:
             self.planned.stop()
         self.idle.leave()
@@ -127,6 +135,7 @@ class Dynamic:
 
     def mark(self) -> None:
         """The step is over."""
+        self._see_again()
         if self.planned is not None:
             self._end_planned(self.planned)
         self._costs.collect()
@@ -184,6 +193,8 @@ class Dynamic:
         op that is short of it there is still some made when it has failed.
         """
         self.seer.recorded = ops
+        if ops is not None:
+            self._freeze()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
         if was and not self.room.lax and self._mode is not None:
             self.ledger.admit_more()
@@ -239,6 +250,7 @@ class Dynamic:
 
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
+        self._see_again()
         observer = None if self.planned is None else self.planned.observer
         if observer is not None:
             observer.begin_own()
@@ -301,6 +313,7 @@ class Dynamic:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
+        self._see_again()
         self.idle.stepped(optimizer)
         if self.planned is not None:
             self.planned.stepped(optimizer)
@@ -310,6 +323,38 @@ class Dynamic:
         if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
         self.idle.stepping(optimizer, args, self.room.has)
+        self._unseen_step = self._can_step_unseen(args)
+        if self._unseen_step:
+            self._leave()
+
+    def _can_step_unseen(self, args: Sequence[object]) -> bool:
+        """Whether no op of an optimizer's step needs to be seen: there are many small ones.
+
+        Nothing is dropped, so nothing can be written to that something is to be made from, and
+        there is plenty of room. With a closure it may do anything.
+        """
+        mode, budget = self._mode, self.room.budget
+        if not self.room.lax or budget is None or mode is None or not mode.is_on_top():
+            return False
+        if self.ledger.away or any(arg is not None for arg in args):
+            return False
+        return self.room.has(int(_PLENTY * budget))
+
+    def _see_again(self) -> None:
+        """Ops, after an optimizer's step or what has become of it."""
+        if self._unseen_step:
+            self._unseen_step = False
+            self._enter()
+            for cell in self.room.cells:  # nobody has seen whether their sources were written to
+                if cell.value is not None and cell.wanted():
+                    cell.value.spoilt = True
+
+    def _freeze(self) -> None:
+        """Python looks for garbage the more often the more is made; not among all there is."""
+        if not self._has_frozen and not gc.get_freeze_count():
+            self._has_frozen = True
+            gc.collect()
+            gc.freeze()
 
     # What cells ask for.
 

@@ -302,7 +302,7 @@ class Planned:
         for other in others:
             if isinstance(other, DeltaCell) and other.state is State.DROPPED:
                 count += other.bytes
-                if self.room.has(2 * count):  # with what is made on the way
+                if self.room.lax or self.room.has(2 * count):  # with what is made on the way
                     found.append(other)
         return found
 
@@ -352,7 +352,7 @@ class Planned:
             self._hold(cell, action.at)
             return True
         if action.act is Act.FETCH:
-            if cell.state is State.AWAY and self.room.has(cell.bytes):
+            if cell.state is State.AWAY and (self.room.lax or self.room.has(cell.bytes)):
                 with suppress(OutOfBudget, torch.OutOfMemoryError):  # who needs it asks again
                     cell.fetch()
             return True
