@@ -28,6 +28,8 @@ from lowtide._policy.taste import Taste
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.planned import _SHORT, Mode, Planned
 from lowtide._runtime.swap.script import Act
 from lowtide._simulate.remade import remade
@@ -83,6 +85,64 @@ def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> No
     planned = check(name, share)
     if name not in CHANGING:
         assert planned.steps == {Mode.DYNAMIC: 1, Mode.TRACED: 1, Mode.PLANNED: STEPS - 2}
+
+
+@pytest.fixture
+def _unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose allocator is held to the budget: nobody counts in planned steps."""
+    monkeypatch.setattr(Cap, "holds", True)
+    monkeypatch.setattr(Ledger, "count_unseen", lambda _: None)
+
+
+@pytest.mark.usefixtures("_unguarded")
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
+    budget = int(0.6 * max(plain(name).peaks))
+    job = JOBS[name]()
+    unseen = []
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        losses = []
+        for _ in range(STEPS):
+            losses.append(job.step())
+            unseen.append(dynamic.room.lax)
+    found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
+    assert find_difference(found, plain(name).result) is None
+    if name not in CHANGING:
+        assert unseen[-2:] == [True, True]
+
+
+def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights were written to meanwhile: nothing of it is made again from them."""
+    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, _: self._mode is not None)
+
+    def gradients(*, fitted: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shifts = nn.ParameterList(torch.randn(64) for _ in range(6))
+        optimizer = torch.optim.SGD(shifts.parameters(), lr=0.1)
+        rows = torch.randn(512, 64)
+
+        def forward() -> torch.Tensor:
+            x = rows
+            for shift in shifts:
+                x = torch.tanh(x + shift)  # the shift is not saved: it may be written to
+            return x.square().mean()
+
+        around = lowtide.fit(shifts, optimizer, budget="1GiB", policy="delta")
+        with around if fitted else nullcontext():
+            forward().backward()
+            loss = forward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if fitted:
+                assert around._budgeted is not None and around._budgeted._dynamic is not None
+                around._budgeted._dynamic.room._release(1 << 30)  # all that can goes
+            loss.backward()
+        return [p.grad for p in shifts if p.grad is not None]
+
+    expected, ours = gradients(fitted=False), gradients(fitted=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def test_every_value_that_was_made_again_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
