@@ -1,5 +1,8 @@
 """Recorded steps -> plans."""
 
+import json
+from pathlib import Path
+
 from lowtide._runtime.core import StepRecord
 from lowtide._runtime.planning import plan_step, widened
 
@@ -14,6 +17,22 @@ def test_a_plan_needs_no_more_than_the_load() -> None:
     plan = plan_step(record([512, 512, 512], [0, 1, 3], [2, 5, 6], 6))
     assert plan.phases == [[0, 512, 0]]
     assert plan.height == plan.max_load == 1024
+
+
+def test_a_step_that_cannot_be_laid_out_in_its_load_is_laid_out_low() -> None:
+    """A step by a plan: what is made again lives in holes of all sizes."""
+    data = json.loads((Path(__file__).parents[1] / "data" / "planned-step.json").read_text())
+    step = record(data["sizes"], data["made"], data["freed"], data["ticks"])
+    plan = plan_step(step, seconds=2.0, single=True)
+    assert plan.height <= 1.05 * plan.max_load
+
+
+def test_what_lives_longer_than_a_step_is_left_outside_where_that_is_laid_out_once() -> None:
+    #           | first step | second step
+    # lives     | x..........x..
+    step = record([512, 1024], [0, 1], [5, 2], 4)
+    assert len(plan_step(step).phases) == 2
+    assert plan_step(step, single=True).phases == [[-1, 0]]
 
 
 def test_what_outlives_two_steps_is_left_outside() -> None:

@@ -4,8 +4,9 @@ import ctypes
 import functools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -41,6 +42,16 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
     library.lowtide_torch_cached.restype = ctypes.c_int64
     library.lowtide_torch_cached.argtypes = [ctypes.c_int32]
     return library
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A storage whose bytes wait in main memory."""
+
+    storage: torch.UntypedStorage
+    bytes: int
+    content: torch.UntypedStorage
+    where: int  # in the arena to come; -1: anywhere
 
 
 class CudaPlace:
@@ -104,38 +115,66 @@ class CudaPlace:
         return done
 
     def _set_arena_parked(self, lane: int, size: int, device: int, left: Mapping[int, int]) -> bool:
+        """With what lies in the way in main memory meanwhile.
+
+        Where plans say where it lies in the arena it goes there, and what they leave outside is not
+        touched. Otherwise it goes wherever there is room in it.
+        """
         torch.cuda.synchronize(device)
-        parked: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage, int | None]] = []
-        for storage in self._movable(device):
-            age = self.core.age(storage.data_ptr())
-            if storage.resizable() and age in (0, 1):
-                where = left.get(self.core.index(storage.data_ptr())) if age == 1 else None
-                parked.append((storage, storage.nbytes(), storage.cpu(), where))
+        parked = [
+            _Parked(storage, storage.nbytes(), storage.cpu(), where)
+            for storage, where in self._left_behind(device, left)
+        ]
         done = False
         try:
-            for storage, *_ in parked:
-                storage.resize_(0)
+            for one in parked:
+                one.storage.resize_(0)
             done = bool(self._library.lowtide_torch_arena(lane, size))
             if not done:
                 self.missing = self._missing(size, device)
         finally:
             with torch.cuda.device(device):
-                adopt = self._library.lowtide_torch_adopt
-                for storage, length, content, where in parked:
-                    if done and where is not None and adopt(storage._cdata, lane, where, length):
-                        storage.copy_(content)
-                        continue
-                    # What no plan foresees goes into the arena, unless that is all planned.
-                    self.core.set_mode(Mode.PASS if left else Mode.REPLAY)
-                    try:
-                        storage.resize_(length)
-                    except torch.OutOfMemoryError:  # what was there comes first
-                        done = False
-                        self._library.lowtide_torch_arena(lane, 0)
-                        torch.cuda.empty_cache()
-                        storage.resize_(length)
-                    storage.copy_(content)
+                self.core.set_mode(Mode.PASS if left else Mode.REPLAY)
+                if not all(self._restore(one, lane, placed=done) for one in parked):
+                    done = False
+                    self._restore_without(parked, lane)  # what was there comes first
         return done
+
+    def _left_behind(
+        self, device: int, left: Mapping[int, int]
+    ) -> Iterator[tuple[torch.UntypedStorage, int]]:
+        """What the last step has left behind, and where in the arena it is to lie, or -1."""
+        for storage in self._movable(device):
+            age = self.core.age(storage.data_ptr())
+            if not storage.resizable() or age not in (0, 1):
+                continue
+            where = left.get(self.core.index(storage.data_ptr()), -1) if age == 1 else -1
+            if where >= 0 or not left:
+                yield storage, where
+
+    def _restore(self, parked: _Parked, lane: int, *, placed: bool) -> bool:
+        storage, length = parked.storage, parked.bytes
+        if placed and parked.where >= 0:
+            adopt = self._library.lowtide_torch_adopt
+            if not adopt(storage._cdata, lane, parked.where, length):
+                return False
+        else:
+            try:
+                storage.resize_(length)
+            except torch.OutOfMemoryError:
+                return False
+        storage.copy_(parked.content)
+        return True
+
+    def _restore_without(self, parked: Sequence[_Parked], lane: int) -> None:
+        """As it was before there was an arena."""
+        for one in parked:
+            one.storage.resize_(0)
+        self._library.lowtide_torch_arena(lane, 0)
+        torch.cuda.empty_cache()
+        for one in parked:
+            one.storage.resize_(one.bytes)
+            one.storage.copy_(one.content)
 
     def _missing(self, size: int, device: int) -> int:
         """By how much PyTorch would reserve more than it may."""

@@ -10,6 +10,7 @@ from lowtide._layout.buffers import Buffer, max_load, rounded
 from lowtide._layout.pack import Packing, pack
 from lowtide._runtime.core import StepRecord
 
+_STRICT = 0.4  # of the time: for a layout that wastes nothing
 ARENA_GRAIN = 2 << 20  # bytes: PyTorch's segments are multiples of it
 
 
@@ -77,16 +78,30 @@ def plan_step(
     if beside is not None and len(beside.phases) == count:
         packing = _pack_beside(buffers, left, step, beside, period, room, seconds)
     if packing is None:
-        # An arena is a multiple of its grain: what ends within the last one is low enough.
-        enough = rounded(max_load(buffers, period=period), ARENA_GRAIN)
-        packing = pack(
-            buffers, period=period, align=CUDA_GRANULARITY_BYTES, capacity=enough, seconds=seconds
-        )
+        packing = _pack_low(buffers, period, seconds)
     for buffer in packing.buffers:
         phase, i = map(int, buffer.name.split(":"))
         assert buffer.offset is not None
         phases[phase][i] = buffer.offset
     return StepPlan(step.sizes, phases, left, packing.height, packing.max_load)
+
+
+def _pack_low(buffers: Sequence[Buffer], period: int, seconds: float) -> Packing:
+    """The layout whose height is the load, which most steps have, or else one that is low."""
+    # An arena is a multiple of its grain: what ends within the last one is low enough.
+    enough = rounded(max_load(buffers, period=period), ARENA_GRAIN)
+    packing = pack(
+        buffers,
+        period=period,
+        align=CUDA_GRANULARITY_BYTES,
+        capacity=enough,
+        seconds=_STRICT * seconds,
+    )
+    if packing.height <= enough:
+        return packing
+    left = max(0.0, seconds - packing.seconds)
+    other = pack(buffers, period=period, align=CUDA_GRANULARITY_BYTES, seconds=left)
+    return min(packing, other, key=lambda found: found.height)
 
 
 def _pack_beside(
