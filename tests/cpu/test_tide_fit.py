@@ -142,7 +142,38 @@ def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch
         return [p.grad for p in shifts if p.grad is not None]
 
     expected, ours = gradients(fitted=False), gradients(fitted=True)
+    assert len(expected) == 6
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_what_was_made_before_a_step_nobody_saw_and_is_saved_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a generator's pictures are, which its discriminator sees when it has stepped."""
+    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, _: self._mode is not None)
+
+    def gradient(*, fitted: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        shift, scale = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64))
+        optimizers = [torch.optim.SGD([one], lr=0.1) for one in (shift, scale)]
+        rows = torch.randn(512, 64)
+        around = lowtide.fit(None, optimizers[1], budget="1GiB", policy="delta")
+        with around if fitted else nullcontext():
+            made = rows + shift
+            made.square().mean().backward()
+            optimizers[0].step()
+            made = made.detach()
+            loss = (made * scale).square().mean()
+            del made
+            if fitted:
+                assert around._budgeted is not None and around._budgeted._dynamic is not None
+                around._budgeted._dynamic.room._release(1 << 30)  # all that can goes
+            loss.backward()
+            optimizers[1].step()
+        assert scale.grad is not None
+        return scale.grad
+
+    assert torch.equal(gradient(fitted=True), gradient(fitted=False))
 
 
 def test_every_value_that_was_made_again_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,9 +345,11 @@ class Dynamic:
         if self._unseen_step:
             self._unseen_step = False
             self._enter()
-            for cell in self.room.cells:  # nobody has seen whether their sources were written to
+            # Nobody has seen whether what values were made from was written to.
+            for cell in self.room.cells:
                 if cell.value is not None and cell.wanted():
                     cell.value.spoilt = True
+            self.ledger.spoil()
 
     def _freeze(self) -> None:
         """Python looks for garbage the more often the more is made; not among all there is."""

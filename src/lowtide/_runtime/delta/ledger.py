@@ -159,6 +159,11 @@ class Ledger:
             return None
         return storage if self.known(storage) is value else None
 
+    def spoil(self) -> None:
+        """Nothing that is there is made again."""
+        for value in self.values.values():
+            value.spoilt = True
+
     def new_graphs(self) -> None:
         """Recipes lead no further back than here: what is there now counts as given.
 
