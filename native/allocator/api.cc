@@ -65,7 +65,9 @@ void *lowtide_pool_place_in(lowtide_pool *pool, int32_t lane, int64_t offset, in
   return pool->pool.place_in(lane, offset, bytes);
 }
 
-int64_t lowtide_pool_index(lowtide_pool *pool, void *block) { return pool->pool.index(block); }
+int64_t lowtide_pool_index(lowtide_pool *pool, int32_t lane, void *block) {
+  return pool->pool.index(lane, block);
+}
 
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block) { return pool->pool.age(block); }
 

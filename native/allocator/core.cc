@@ -323,10 +323,10 @@ Origin Pool::origin_of(void *pointer) {
   return found != held_.end() ? found->second : Origin{};
 }
 
-int64_t Pool::index(void *pointer) {
+int64_t Pool::index(int32_t lane, void *pointer) {
   Lock lock(mutex_);
   const Origin origin = origin_of(pointer);
-  return origin.lane < 0 ? -1 : origin.index;
+  return lane < 0 || origin.lane != lane ? -1 : origin.index;
 }
 
 int64_t Pool::age(void *pointer) {

@@ -55,7 +55,7 @@ class Pool {
   void dismiss(void *home);
 
   int64_t age(void *block);
-  int64_t index(void *block);
+  int64_t index(int32_t lane, void *block);
   void *place_in(int32_t lane, int64_t offset, int64_t bytes);
   void reclaim();
   lowtide_pool_stats count(int32_t device);

@@ -124,8 +124,8 @@ void lowtide_pool_dismiss(lowtide_pool *pool, void *home);
 void *lowtide_pool_base(lowtide_pool *pool, void *block);
 // How many marks ago the block was allocated; -1: it is none of the pool's, or older than it tells.
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block);
-// Which allocation of its step the block was; -1: it is none of the pool's.
-int64_t lowtide_pool_index(lowtide_pool *pool, void *block);
+// Which allocation of the lane's step the block was; -1: it is none of that lane's.
+int64_t lowtide_pool_index(lowtide_pool *pool, int32_t lane, void *block);
 // Takes bytes of the lane's arena that no step has asked for: what it left behind is put where it would
 // lie if the arena had been there.  NULL: they are in use.
 void *lowtide_pool_place_in(lowtide_pool *pool, int32_t lane, int64_t offset, int64_t bytes);

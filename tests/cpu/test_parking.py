@@ -52,7 +52,8 @@ class _Core:
     def age(self, block: int) -> int:
         return self._ages[self._at[block]]
 
-    def index(self, block: int) -> int:
+    def index(self, lane: int, block: int) -> int:
+        assert lane == 0
         return self._at[block]
 
     def set_mode(self, mode: Mode) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
 
 def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights were written to meanwhile: nothing of it is made again from them."""
-    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, _: self._mode is not None)
+    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
 
     def gradients(*, fitted: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def test_what_was_made_before_a_step_nobody_saw_and_is_saved_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a generator's pictures are, which its discriminator sees when it has stepped."""
-    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, _: self._mode is not None)
+    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
 
     def gradient(*, fitted: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -174,6 +174,67 @@ def test_what_was_made_before_a_step_nobody_saw_and_is_saved_after_it(
         return scale.grad
 
     assert torch.equal(gradient(fitted=True), gradient(fitted=False))
+
+
+@pytest.mark.usefixtures("_unguarded")
+@pytest.mark.parametrize("how", ["two", "raising"])
+def test_ops_are_seen_again_after_any_step_of_an_optimizer(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Dynamic,
+        "_can_step_unseen",
+        lambda self, *_: self.room.lax and self._mode is not None and not self.ledger.away,
+    )
+    slow = line(1.0, 1e3)  # nothing is swapped
+    machine = replace(same_machine(), out=slow, back=slow)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
+
+    def train(steps: int, budget: float | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+        early, late = list(model[:6].parameters()), list(model[6:].parameters())
+        first = torch.optim.SGD(early, lr=0.1)
+        second = torch.optim.SGD(late, lr=0.1)
+        raising = [False]
+
+        def hook(*_: object) -> None:
+            if raising[0]:
+                raising[0] = False
+                raise KeyError
+
+        second.register_step_pre_hook(hook)
+        around = lowtide.fit(model, second, budget=budget, policy="tide")
+        unseen = 0
+        with around if budget is not None else nullcontext():
+            for _ in range(steps):
+                if how == "two":
+                    model(torch.randn(512, 64)).square().mean().backward()
+                    first.step()
+                    first.zero_grad()
+                model(torch.randn(512, 64)).square().mean().backward()
+                if how == "raising":
+                    first.step()
+                raising[0] = how == "raising"
+                with suppress(KeyError):
+                    second.step()
+                if how == "raising":
+                    second.step()
+                second.zero_grad()
+                first.zero_grad()
+                if budget is not None:
+                    assert around._budgeted is not None and around._budgeted._dynamic is not None
+                    dynamic = around._budgeted._dynamic
+                    assert dynamic._mode is not None and not dynamic._unseen_step
+                    unseen += dynamic.room.lax
+                    if unseen > 1:
+                        assert not dynamic.room.counts["not dropped"]
+        return [p.detach() for p in model.parameters()], unseen
+
+    expected, _ = train(8, None)
+    ours, unseen = train(8, 0.7)
+    assert unseen > 2
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def test_every_value_that_was_made_again_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

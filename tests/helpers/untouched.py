@@ -31,7 +31,7 @@ def installed() -> list[object]:
         Tide._current,
         threading.active_count(),
         len(os.listdir("/proc/self/fd")),
-        (gc.isenabled(), gc.get_freeze_count(), len(gc.callbacks), torch.is_grad_enabled()),
+        (gc.isenabled(), gc.get_threshold(), len(gc.callbacks), torch.is_grad_enabled()),
     ]
 
 

@@ -142,7 +142,8 @@ class _Parking(Place):
         parked = {}
         for block in list(host.live):
             if host.core.age(block) == 1:
-                parked[block] = host.core.index(block), host.live[block][0]
+                parked[block] = host.core.index(lane, block), host.live[block][0]
+                assert host.core.index(lane + 1, block) == -1
                 host.free(block)
         made = super().set_arena(lane, size, device, grows=grows, left=left)
         assert made

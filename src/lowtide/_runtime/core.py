@@ -115,7 +115,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dismiss": (None, [_PTR, _PTR]),
     "base": (_PTR, [_PTR, _PTR]),
     "age": (_I64, [_PTR, _PTR]),
-    "index": (_I64, [_PTR, _PTR]),
+    "index": (_I64, [_PTR, _I32, _PTR]),
     "place_in": (_PTR, [_PTR, _I32, _I64, _I64]),
     "reclaim": (None, [_PTR]),
     "count": (None, [_PTR, _I32, ctypes.POINTER(_Counts)]),
@@ -211,9 +211,9 @@ class Core:
         """How many marks ago a block was allocated, or -1."""
         return int(self._library.lowtide_pool_age(self._handle, block))
 
-    def index(self, block: int) -> int:
-        """Which allocation of its step a block was, or -1."""
-        return int(self._library.lowtide_pool_index(self._handle, block))
+    def index(self, lane: int, block: int) -> int:
+        """Which allocation of the lane's step a block was, or -1."""
+        return int(self._library.lowtide_pool_index(self._handle, lane, block))
 
     def reclaim(self) -> None:
         """Give back what only waited for an event."""

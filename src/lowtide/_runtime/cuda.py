@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lowtide._errors import OutOfBudget
 from lowtide._ir import CUDA_GRANULARITY_BYTES
 from lowtide._layout.buffers import rounded
 from lowtide._native import NoNative
@@ -123,7 +124,7 @@ class CudaPlace:
         torch.cuda.synchronize(device)
         parked = [
             _Parked(storage, storage.nbytes(), storage.cpu(), where)
-            for storage, where in self._left_behind(device, left)
+            for storage, where in self._left_behind(lane, device, left)
         ]
         done = False
         try:
@@ -138,17 +139,18 @@ class CudaPlace:
                 if not all(self._restore(one, lane, placed=done) for one in parked):
                     done = False
                     self._restore_without(parked, lane)  # what was there comes first
+                    self.missing = self._missing(size, device)
         return done
 
     def _left_behind(
-        self, device: int, left: Mapping[int, int]
+        self, lane: int, device: int, left: Mapping[int, int]
     ) -> Iterator[tuple[torch.UntypedStorage, int]]:
         """What the last step has left behind, and where in the arena it is to lie, or -1."""
         for storage in self._movable(device):
             age = self.core.age(storage.data_ptr())
             if not storage.resizable() or age not in (0, 1):
                 continue
-            where = left.get(self.core.index(storage.data_ptr()), -1) if age == 1 else -1
+            where = left.get(self.core.index(lane, storage.data_ptr()), -1) if age == 1 else -1
             if where >= 0 or not left:
                 yield storage, where
 
@@ -172,9 +174,15 @@ class CudaPlace:
             one.storage.resize_(0)
         self._library.lowtide_torch_arena(lane, 0)
         torch.cuda.empty_cache()
+        lost: list[Exception] = []
         for one in parked:
-            one.storage.resize_(one.bytes)
-            one.storage.copy_(one.content)
+            try:
+                one.storage.resize_(one.bytes)
+                one.storage.copy_(one.content)
+            except Exception as error:  # noqa: BLE001 - the others come back all the same
+                lost.append(error)
+        if lost:
+            raise OutOfBudget("tensors of the last step had to wait, and there is no room for them")
 
     def _missing(self, size: int, device: int) -> int:
         """By how much PyTorch would reserve more than it may."""

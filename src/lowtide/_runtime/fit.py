@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lowtide._errors import BadInput, LowtideWarning
+from lowtide._errors import BadInput, LowtideWarning, OutOfBudget
 from lowtide._files import write_whole
 from lowtide._native import NoNative
 from lowtide._report.delta_text import render_delta
@@ -220,6 +220,8 @@ class Tide:
             try:
                 with quiet():
                     self._pool.mark()
+            except OutOfBudget:
+                raise  # something is lost
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 self._pool.stop()
                 self._pool, self._place = None, None

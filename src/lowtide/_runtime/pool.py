@@ -74,6 +74,7 @@ class _LaneState:
     before: Lane | None = None  # its step before the last
     asked_again: int = 0  # the mark from which a refused arena may be asked for again
     told: bool = False  # that one was refused
+    patience: int = _PATIENCE  # marks until it is asked for again
 
     def highest(self) -> int:
         """The signature of the highest plan, or -1."""
@@ -181,7 +182,7 @@ class Pool:
             state.plans.move_to_end(lane.signature)
             known.trouble = known.trouble + 1 if lane.displaced else 0
         if lane.refused and state.plans:  # something fits only without an arena: let it
-            state.asked_again = self._marks + _PATIENCE
+            state.asked_again = self._marks + state.patience
         before, state.before = state.before, lane
         if before is not None and self._wanted(before, lane, state):
             self._plan(before, lane, state)
@@ -254,7 +255,8 @@ class Pool:
         if self._shrink(self._place.missing + int(_MORE * size)):
             state.seen.clear()
             return False
-        state.asked_again = self._marks + _PATIENCE
+        state.asked_again = self._marks + state.patience
+        state.patience *= 2
         if not state.told:
             state.told = True
             self._tell(

@@ -47,7 +47,8 @@ class Cap:
         self._limit = int(limit * total)
         torch.cuda.set_per_process_memory_fraction(limit, self._device)
         torch.cuda.empty_cache()
-        self._flushes = self._at_first = self.count() - self.flushes
+        before, now = self.flushes, self.count()
+        self._flushes, self._at_first, self.flushes = now, now - before, before
 
     def lift(self) -> None:
         """As it was before."""

@@ -28,6 +28,7 @@ from lowtide._runtime.swap.tier import Tier
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
+_RARER = 10  # times: about as often as without lowtide
 _PLENTY = 0.3  # ... that is free: an optimizer's step has room
 _LOOSE_STEPS = 2  # in a row, until then
 
@@ -69,8 +70,10 @@ class Dynamic:
             self.room.spare = planned.let_go
         self._mode: SeeingMode | None = None
         self._loose_steps = 0
+        self._was_lax = False  # at some time in this step
+        self._at_step = 0  # the number of the op that would have been next when one stepped
         self._unseen_step = False  # an optimizer is at it, and the mode is off
-        self._has_frozen = False
+        self._thresholds: tuple[int, int, int] | None = None  # of Python's garbage collector
         self.has_trained = False
         self._saves = self._saved_bytes = 0  # of this step
         self._shape = self._known_shape = 0  # what it saved, in a number; and the last one
@@ -117,10 +120,10 @@ class Dynamic:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
         self._unseen_step = False
+        thresholds, self._thresholds = self._thresholds, None
+        if thresholds is not None:
+            gc.set_threshold(*thresholds)
         self._pop()
-        if self._has_frozen:
-            self._has_frozen = False
-            gc.unfreeze()
         if self.planned is not None:
             self.planned.stop()
         self.idle.leave()
@@ -194,8 +197,9 @@ class Dynamic:
         """
         self.seer.recorded = ops
         if ops is not None:
-            self._freeze()
+            self._collect_less()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
+        self._was_lax = self._was_lax or self.room.lax
         if was and not self.room.lax and self._mode is not None:
             self.ledger.admit_more()
 
@@ -212,7 +216,8 @@ class Dynamic:
         """A step that was watched: is that worth its while?"""
         ledger = self.ledger
         budget = self.room.budget
-        if self.room.lax:  # nobody has counted: it was a step like those before
+        was_lax, self._was_lax = self._was_lax, False
+        if was_lax:  # nobody has counted all of it: it was a step like those before
             self.peaks.append(self._known_peak)
             return
         self.plain_peak = max(self.plain_peak, ledger.plain_peak)
@@ -314,20 +319,23 @@ class Dynamic:
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         self._see_again()
+        self.seer.at = self._at_step
         self.idle.stepped(optimizer)
         if self.planned is not None:
             self.planned.stepped(optimizer)
 
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
+        self._see_again()  # a step within another, or after one that failed
+        self._at_step = self.seer.at  # ops of the program have the same numbers, seen or not
         if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
         self.idle.stepping(optimizer, args, self.room.has)
-        self._unseen_step = self._can_step_unseen(args)
-        if self._unseen_step:
+        if self._can_step_unseen(optimizer, args):
+            self._unseen_step = True
             self._leave()
 
-    def _can_step_unseen(self, args: Sequence[object]) -> bool:
+    def _can_step_unseen(self, optimizer: Optimizer, args: Sequence[object]) -> bool:
         """Whether no op of an optimizer's step needs to be seen: there are many small ones.
 
         Nothing is dropped, so nothing can be written to that something is to be made from, and
@@ -338,25 +346,26 @@ class Dynamic:
             return False
         if self.ledger.away or any(arg is not None for arg in args):
             return False
-        return self.room.has(int(_PLENTY * budget))
+        trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        return self.room.has(max(int(_PLENTY * budget), 2 * trained))
 
     def _see_again(self) -> None:
         """Ops, after an optimizer's step or what has become of it."""
-        if self._unseen_step:
-            self._unseen_step = False
+        if self._unseen_step and is_calm():
             self._enter()
+            self._unseen_step = False
             # Nobody has seen whether what values were made from was written to.
             for cell in self.room.cells:
                 if cell.value is not None and cell.wanted():
                     cell.value.spoilt = True
             self.ledger.spoil()
 
-    def _freeze(self) -> None:
-        """Python looks for garbage the more often the more is made; not among all there is."""
-        if not self._has_frozen and not gc.get_freeze_count():
-            self._has_frozen = True
-            gc.collect()
-            gc.freeze()
+    def _collect_less(self) -> None:
+        """Python looks through all objects the more often the more are made, and here many are."""
+        if self._thresholds is None:
+            self._thresholds = gc.get_threshold()
+            first, second, third = self._thresholds
+            gc.set_threshold(first, second, _RARER * third)
 
     # What cells ask for.
 

@@ -43,6 +43,8 @@ class Ledger:
 
     def admit_more(self) -> None:
         """Those that were made while nobody counted. What is known stays known."""
+        self.held -= self._unseen
+        self._unseen = 0
         with torch._C.DisableTorchFunctionSubclass():
             for thing in gc.get_objects():
                 if issubclass(type(thing), torch.Tensor):

@@ -80,6 +80,7 @@ class Planned:
         self._held: list[Value] = []
         self._numbers: dict[int, int] = {}  # of the cells that a script moves
         self._before = 0  # tensors saved in all steps before this one
+        self._ended: Script | None = None  # by which the last planned step went
         self._trouble = 0  # drops that had been refused when this step began
         self._failures = 0  # ... and how often memory had been short
 
@@ -123,8 +124,8 @@ class Planned:
 
     def shrink(self, less: int) -> bool:
         """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
-        old = self.following.script
-        if old is None or old.replans >= _MOST_REPLANS:
+        old = self._ended
+        if old is None or old not in self.following.scripts or old.replans >= _MOST_REPLANS:
             return False
         old.replans += 1
         try:
@@ -134,6 +135,9 @@ class Planned:
             new = write_script(old.observed, plan)
             new.less, new.replans = old.less + less, old.replans
             self.following.replace(old, new)
+            self._ended = new
+            if self.following.script is new:  # a step may have begun: it is seen as a whole
+                self.write_down(None)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._failed(error)
             return False
@@ -213,7 +217,7 @@ class Planned:
         if self.following.departed:
             self.mode = Mode.DEPARTED
         elif self.following.script is not None:
-            script = self.following.script
+            script = self._ended = self.following.script
             script.seconds.append(time.perf_counter() - self._began)
             if not self._was_short(script):
                 self._learn_ops(script)

@@ -274,8 +274,8 @@ def from_state(device: torch.device, state: torch.Tensor) -> Iterator[None]:
             generator.set_state(before)
         return
     shared = generator.graphsafe_get_state()
-    rewind(device, state)
     try:
+        rewind(device, state)
         yield
     finally:
         generator.graphsafe_set_state(shared)

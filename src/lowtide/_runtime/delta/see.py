@@ -28,7 +28,7 @@ class Seer:
         self._captor = Captor(ledger)
         self._results = Results(ledger, costs)
         self.ops = 0  # so far
-        self._at = 0  # ... of this step
+        self.at = 0  # ... of this step, without those of optimizers
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
@@ -43,7 +43,7 @@ class Seer:
         """Run an op of the program that makes or writes bytes."""
         self.ops += 1
         self.ledger.now += 1
-        at, self._at = self._at, self._at + 1
+        at, self.at = self.at, self.at + 1
         number = at if self.recorded is None or at in self.recorded else -1
         see = self._pass if self.room.lax else self._see
         if self.ops % _SAMPLED:
@@ -57,7 +57,7 @@ class Seer:
 
     def begin_step(self) -> None:
         """Ops are numbered from here."""
-        self._at = self.largest = 0
+        self.at = self.largest = 0
         self.room.used.clear()
 
     def _capture(
