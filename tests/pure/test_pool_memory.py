@@ -184,7 +184,7 @@ def test_without_room_for_an_arena_training_goes_on() -> None:
         assert 1 < len(b.place.arenas) < 4  # asked for again after a while, not in every step
         assert "has no room for an arena of" in b.told[0]
         b.host.free(held)
-        for _ in range(120):  # ever more rarely
+        for _ in range(60):
             left = train(b, left=left)
         assert b.pool.summary().plans == 1
 

@@ -256,7 +256,8 @@ class Pool:
             state.seen.clear()
             return False
         state.asked_again = self._marks + state.patience
-        state.patience *= 2
+        if self._is_tight:  # it costs seconds each time
+            state.patience *= 2
         if not state.told:
             state.told = True
             self._tell(

@@ -87,15 +87,9 @@ class Seer:
         sampled: bool = False,
     ) -> Any:
         """Run an op for which a plan has made room. What is written to is noticed as ever."""
-        written: Sequence[torch.Tensor] = ()
-        if what.writes:
-            written = written_by(what, args, kwargs)
-            for tensor in written:
-                self._before_write(tensor)
+        written = self._about_to_write(what, args, kwargs) if what.writes else ()
         call = self._capture(func, what, args, kwargs, number)
-        state = None
-        if what.facts.may_be_random:
-            state = generator_of(self.ledger.device).get_state() if call is None else call.random
+        state = self._state_before(call) if what.facts.may_be_random else None
         failures = self.room.failures()
         began = time.perf_counter() if sampled else 0.0
         try:
@@ -126,11 +120,7 @@ class Seer:
         *,
         sampled: bool = False,
     ) -> Any:
-        written: Sequence[torch.Tensor] = ()
-        if what.writes:
-            written = written_by(what, args, kwargs)
-            for tensor in written:
-                self._before_write(tensor)
+        written = self._about_to_write(what, args, kwargs) if what.writes else ()
         call = self._capture(func, what, args, kwargs, number)
         key: Hashable | None = None
         if call is not None:
@@ -145,10 +135,7 @@ class Seer:
         hurried = not (timed or sampled or first or what.facts.may_be_random)
         if not hurried or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
-            state = None
-            if what.facts.may_be_random:
-                known = None if call is None else call.random
-                state = generator_of(self.ledger.device).get_state() if known is None else known
+            state = self._state_before(call) if what.facts.may_be_random else None
             result = self._run(work, what, need, state, wish=wish, first=first)
         else:
             failures = self.room.failures()
@@ -224,6 +211,21 @@ class Seer:
             before_retry=before_retry,
             failed=failed,
         )
+
+    def _state_before(self, call: Call | None) -> torch.Tensor:
+        """Of the generator, as the call has noted it or as it is now."""
+        if call is not None and call.random is not None:
+            return call.random
+        return generator_of(self.ledger.device).get_state()
+
+    def _about_to_write(
+        self, what: Known, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Sequence[torch.Tensor]:
+        """What the op writes to; what depends on that is had first."""
+        written = written_by(what, args, kwargs)
+        for tensor in written:
+            self._before_write(tensor)
+        return written
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         """What was dropped and depends on these bytes must be had first."""
