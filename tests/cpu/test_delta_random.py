@@ -1,6 +1,7 @@
 """Random small programs, plainly and under budgets between the least they need and their peak."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from lowtide._errors import OutOfBudget
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import room
+from lowtide._runtime.swap import file_tier
 
 STEPS = 3
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
@@ -287,3 +289,37 @@ def test_so_they_do_by_plan(program: str, share: float) -> None:
         patch.setattr(budgeting, "_PLAN_SECONDS", 0.05)
         patch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
         check(program, share, SPARE + SOME, steps=6, policy="tide")
+
+
+LONG = """\
+expand 0 0
+layer_norm 0 2
+max 2 0
+layer_norm 1 0
+log_softmax 1 2
+max 0 1
+attention 1 0
+relu 1 0
+max 1 0
+noise 2 2
+log_softmax 0 0
+filled 0 2
+residual 1 1
+changed 0 1
+products 0 2
+tanh 1 1
+twice 1 2
+"""
+
+
+def test_so_they_do_however_long_copies_back_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way when there is too little room can still be sent back."""
+    quick = file_tier._read
+
+    def slow(file: int, memory: memoryview, offset: int) -> None:
+        time.sleep(0.005)
+        quick(file, memory, offset)
+
+    monkeypatch.setattr(file_tier, "_read", slow)
+    monkeypatch.setattr(room, "drops", lambda _policy, _copy, swap, _recompute: swap is None)
+    check("\n".join(f"{line} always" for line in LONG.splitlines()), 0.2, policy="delta")

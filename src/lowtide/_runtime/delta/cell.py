@@ -63,6 +63,8 @@ class DeltaCell(Cell):
         """Whether nobody but lowtide can reach it; on bytes made again lie no handles' tensors."""
         if self.state is State.GONE:
             return False
+        if self.state in (State.LEAVING, State.COMING):
+            return True  # it was when it began to leave, and who copies it does not count
         return not is_shared(self.storage, 0 if self.replaced else self.handles)
 
     def can_go(self) -> bool:
