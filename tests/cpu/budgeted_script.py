@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def gpt() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(*(Block(64) for _ in range(6))), torch.randn(48, 128, 64)
+    return nn.Sequential(*(Block(64) for _ in range(6))), torch.randn(24, 128, 64)
 
 
 def conv() -> tuple[nn.Module, torch.Tensor]:
@@ -44,7 +44,7 @@ def conv() -> tuple[nn.Module, torch.Tensor]:
             nn.BatchNorm2d(12),
             nn.ReLU(inplace=True),
         ]
-    return nn.Sequential(*layers), torch.randn(16, 3, 96, 96)
+    return nn.Sequential(*layers), torch.randn(8, 3, 96, 96)
 
 
 def main() -> None:

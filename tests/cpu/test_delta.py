@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from independent import cpu_peak_bytes
+from jobs import JOBS, Job, heavy
 from tight import (
-    JOBS,
-    Job,
     Run,
     bits_of,
     counting,
@@ -489,22 +488,6 @@ def test_what_was_dropped_is_back_before_its_sources_change(
     found, dropped = train(5 << 20)
     assert dropped > 0
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def heavy() -> Job:
-    """Weights, gradients and Adam's state take nearly all."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = model(torch.randn(64, 256)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return Job(model, [optimizer], step)
 
 
 @pytest.fixture

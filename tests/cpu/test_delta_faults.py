@@ -13,17 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tight import (
-    JOBS,
-    Job,
-    Run,
-    bits_of,
-    find_difference,
-    fitted,
-    holding_nothing,
-    run,
-    state_of,
-)
+from jobs import JOBS, Job
+from tight import Run, bits_of, find_difference, fitted, holding_nothing, run, state_of
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from untouched import installed, untouched
@@ -286,7 +277,8 @@ import _thread, gc, json, random, sys, threading, time
 sys.path[:0] = sys.argv[3:]
 import torch
 from test_delta_faults import all_of, installed, train
-from tight import JOBS, bits_of, fitted, find_difference
+from jobs import JOBS
+from tight import bits_of, fitted, find_difference
 
 torch.set_num_threads(1)
 chance = random.Random(int(sys.argv[1]))

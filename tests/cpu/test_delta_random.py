@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from jobs import Job
 from moving import same_machine
-from tight import Job, Run, find_difference, run, run_away
+from tight import Run, find_difference, run, run_away
 from torch import nn
 from torch.nn import functional as F
 
@@ -246,13 +247,13 @@ _with = settings(
 )
 
 
-@settings(_with, max_examples=110)
+@settings(_with, max_examples=80)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_within_the_budget(program: str, share: float) -> None:
     check(program, share, policy="delta")
 
 
-@settings(_with, max_examples=60)
+@settings(_with, max_examples=50)
 @given(program=programs, share=st.floats(0.1, 1), seed=st.integers(0, 1000))
 def test_so_they_do_whatever_the_director_says(program: str, share: float, seed: int) -> None:
     draw = random.Random(seed)
@@ -268,20 +269,20 @@ def test_so_they_do_whatever_the_director_says(program: str, share: float, seed:
         check(program, share, SPARE + SOME, policy="delta")
 
 
-@settings(_with, max_examples=40)
+@settings(_with, max_examples=30)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_so_they_do_by_dtr_if_it_can(program: str, share: float) -> None:
     with suppress(OutOfBudget):  # what cannot be made again cannot leave
         check(program, share, policy="dtr")
 
 
-@settings(_with, max_examples=40)
+@settings(_with, max_examples=30)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_by_the_published_policy(program: str, share: float) -> None:
     check(program, share, policy="delta-as-published")
 
 
-@settings(_with, max_examples=40)
+@settings(_with, max_examples=30)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_so_they_do_by_plan(program: str, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import JOBS, Job, heavy, job_of
 from moving import same_machine
-from tight import JOBS, Job, Run, bits_of, find_difference, holding_nothing, job_of, run, state_of
+from tight import Bits, Run, bits_of, find_difference, holding_nothing, run, state_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,11 +32,15 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.planned import _SHORT, Mode, Planned
-from lowtide._runtime.swap.script import Act
+from lowtide._runtime.swap import optimizers, pieces
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.pieces import MOST_PIECES
+from lowtide._runtime.swap.script import STEPPING, Act, Script
 from lowtide._simulate.remade import remade
 
 STEPS = 6
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
+BUILDS = JOBS | {"heavy": heavy}
 CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all alike
 
 
@@ -43,6 +48,7 @@ CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything is worth moving, plans are made at once, and all is as before in the end."""
     monkeypatch.setattr(budgeting, "_SMALLEST", 256)
+    monkeypatch.setattr(budgeting, "_PIECE", 2 << 20)
     monkeypatch.setattr(budgeting, "_PLAN_SECONDS", 0.1)
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
     with untouched():
@@ -51,7 +57,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cache
 def plain(name: str) -> Run:
-    return run(JOBS[name], STEPS)
+    return run(BUILDS[name], STEPS)
 
 
 def planned_of(tide: lowtide.Tide) -> Planned:
@@ -61,8 +67,8 @@ def planned_of(tide: lowtide.Tide) -> Planned:
     return found
 
 
-def check(name: str, share: float, **how: Any) -> Planned:
-    """Trained bit for bit, and every step, the first included, within the budget."""
+def check(name: str, share: float, **how: Any) -> tuple[Planned, list[int]]:
+    """Trained bit for bit, and every step, the first included, within the budget: their peaks."""
     budget = int(share * max(plain(name).peaks))
     made: list[lowtide.Tide] = []
 
@@ -73,18 +79,130 @@ def check(name: str, share: float, **how: Any) -> Planned:
     original = lowtide.Tide.__enter__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowtide.Tide, "__enter__", enter)
-        ours = run(JOBS[name], STEPS, budget, policy="tide", **how)
+        ours = run(BUILDS[name], STEPS, budget, policy="tide", **how)
     assert find_difference(ours.result, plain(name).result) is None
     assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)
-    return planned_of(made[0])
+    return planned_of(made[0]), ours.peaks
 
 
 @pytest.mark.parametrize("share", [0.7, 0.4])
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_train_bit_for_bit_within_the_budget(name: str, share: float) -> None:
-    planned = check(name, share)
+    planned, _ = check(name, share)
     if name not in CHANGING:
         assert planned.steps == {Mode.DYNAMIC: 1, Mode.TRACED: 1, Mode.PLANNED: STEPS - 2}
+
+
+@pytest.fixture
+def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only large state is worth moving, in four pieces."""
+    monkeypatch.setattr(budgeting, "_SMALLEST", 1 << 16)
+
+
+def moved_states(script: Script) -> set[int]:
+    states = script.observed.states
+    return {states[swap.value] for swap in script.plan.swaps if swap.value in states}
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("share", [0.9, 0.65])
+def test_optimizer_state_comes_and_goes_by_plan(share: float) -> None:
+    """Also if much of it was away when the step was traced: it is known where it belongs."""
+    planned, peaks = check("heavy", share)
+    assert planned.steps == {Mode.DYNAMIC: 1, Mode.TRACED: 1, Mode.PLANNED: STEPS - 2}
+    (script,) = planned.following.scripts
+    assert abs(script.plan.plain_peak_bytes / max(plain("heavy").peaks) - 1) < 0.002
+    assert len(script.observed.states) == 2 * 16 and moved_states(script)
+    assert all(abs(peak / script.plan.peak_bytes - 1) < 0.01 for peak in peaks[4:])
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("how", ["all", "some", "more", "forgotten", "frozen"])
+def test_state_that_is_replaced_or_added_to_goes_by_plan_again(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        """A piece of a step: all that it needs is there, and not only shown where it lies."""
+        for parameter in optimizer.param_groups[0]["params"]:
+            for thing in optimizer.state[parameter].values():
+                assert thing.untyped_storage().resizable()
+        step_once(optimizer)
+
+    step_once = pieces.step_once
+    monkeypatch.setattr(optimizers, "step_once", step)
+
+    def use(budget: int | None) -> tuple[list[Bits], list[Mode]]:
+        gc.collect()  # what the last one left in a circle would count, too
+        job = heavy()
+        (optimizer,) = job.optimizers
+        modes: list[Mode] = []
+        losses = []
+        fit = lowtide.fit(job.model, job.optimizers, budget=budget or 1, policy="tide")
+        with fit if budget else nullcontext() as tide:
+            for i in range(10):
+                optimizer.zero_grad()
+                if i == 4 and how in ("all", "some"):
+                    for state in optimizer.state.values():
+                        state["exp_avg"] = torch.zeros(*state["exp_avg"].shape)
+                        if how == "all":
+                            state["exp_avg_sq"] = state["exp_avg_sq"].clone()
+                    optimizer.load_state_dict(optimizer.state_dict())
+                if i == 4 and how == "more":
+                    next(iter(optimizer.state.values()))["more"] = torch.zeros(256, 256)
+                    optimizer.load_state_dict(optimizer.state_dict())
+                if i == 4 and how == "forgotten":
+                    optimizer.state.clear()
+                if i == 4 and how == "frozen":
+                    optimizer.param_groups[0]["params"].pop(0)
+                losses.append(job.step())
+            if tide is not None:
+                modes += planned_of(tide).modes
+                cells = planned_of(tide).idle.optimizers.cells
+                away = sum(cell.bytes for cell in cells if cell.state is State.AWAY)
+                assert planned_of(tide).room._ledger.away == away > 0
+        return bits_of([*losses, *state_of(job)]), modes
+
+    expected, _ = use(None)
+    found, modes = use(int(0.9 * max(plain("heavy").peaks)))
+    assert find_difference(found, expected) is None
+    assert modes[3] is modes[-1] is Mode.PLANNED
+    if how in ("all", "some"):
+        assert modes[4:] == [Mode.PLANNED] * 6
+    if how in ("more", "frozen"):
+        assert Mode.TRACED in modes[4:]
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_state_may_be_looked_at_while_it_is_away() -> None:
+    """It is looked at where it is, and takes no room by that."""
+
+    def look(job: Job) -> list[float]:
+        (optimizer,) = job.optimizers
+        states = optimizer.state.values()
+        return [float(thing.sum()) for state in states for thing in state.values()]
+
+    def use(budget: int | None) -> list[list[float]]:
+        gc.collect()  # what the last one left in a circle would count, too
+        job = heavy()
+        fit = lowtide.fit(job.model, job.optimizers, budget=budget or 1, policy="tide")
+        with fit if budget else nullcontext():
+            return [look(job) for _ in range(STEPS) if job.step() is not None]
+
+    expected = use(None)
+    assert use(int(0.65 * max(plain("heavy").peaks))) == expected
+
+
+def test_a_step_is_traced_in_pieces_even_where_there_is_room() -> None:
+    """What can be gained by pieces is seen only so; where they gain nothing, there are none."""
+    job = heavy(rows=2048)
+    with lowtide.fit(job.model, job.optimizers, budget="40MiB", policy="tide") as tide:
+        for _ in range(4):
+            job.step()
+        (script,) = planned_of(tide).following.scripts
+        events = zip(script.codes, script.observed.positions, strict=True)
+        pieces = [at for code, at in events if STEPPING <= code < STEPPING + MOST_PIECES]
+        assert len(pieces) == len(set(pieces)) > 1
+        assert script.steps_whole and not planned_of(tide).steps_parted()
 
 
 @pytest.fixture
@@ -95,10 +213,10 @@ def _unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_unguarded")
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", BUILDS)
 def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
     budget = int(0.6 * max(plain(name).peaks))
-    job = JOBS[name]()
+    job = BUILDS[name]()
     unseen = []
     with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
         assert tide._budgeted is not None and tide._budgeted._dynamic is not None
@@ -241,7 +359,7 @@ def test_every_value_that_was_made_again_is_what_it_was(monkeypatch: pytest.Monk
     slow = line(1.0, 1e3)  # nothing is swapped
     machine = replace(same_machine(), out=slow, back=slow)
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
-    planned = check("resnet", 0.5, verify="always")
+    planned, _ = check("resnet", 0.5, verify="always")
     [script] = planned.following.scripts
     assert any(isinstance(one, Rerun) for one in script.plan.remakes)
 
@@ -529,7 +647,7 @@ def test_a_plan_that_cannot_be_made_is_told_once_and_done_without(
 
     monkeypatch.setattr(budgeting, "tide", fail)
     with pytest.warns(LowtideWarning, match="planning failed .ZeroDivisionError: of the test") as w:
-        planned = check("mlp", 0.5)
+        planned, _ = check("mlp", 0.5)
     assert len(w) == 1
     assert planned.steps == {Mode.DYNAMIC: STEPS - 1, Mode.TRACED: 1}
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import JOBS, Build
 from nets import MIB, hold_open, make, train
-from tight import JOBS, Bits, Build, find_difference, fitted, state_of
+from tight import Bits, find_difference, fitted, state_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

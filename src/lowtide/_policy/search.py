@@ -51,6 +51,7 @@ _FACTORS = (0.05, 0.25, 0.5, 1.5, 4.0, 20.0)
 _SHARES = (0.25, 0.5, 1.0, 0.1, 0.75, 0.375, 0.05, 0.9, 0.625, 0.175)  # of what is too much
 _HINTS = ((1e-2, 0.5), (1e-2, 0.02), (1e-4, 0.5))  # what a hint weighs, and from which share on
 _HELD, _EXCHANGED = 0.15, 0.3  # of the trials
+_SAME = 1 - 1e-5  # times the seconds of the best: not faster than that
 _EARLY = 1.3  # times what a copy takes: so much earlier it starts
 
 
@@ -101,13 +102,22 @@ class Search:
         return self.best is not None
 
     def _try(self, choice: Choice, *, thorough: bool = False) -> bool:
-        """Whether it is no worse than the best; then it is the best."""
+        """Whether it is no worse than the best; then it is the best.
+
+        Of two that take as long, that is the one which moves less.
+        """
         try:
             found = attempt(self._task, choice, self._seconds, thorough=thorough)
         except Stuck:
             return False
         if found is None:
             return False
+        best = self.best
+        if best is not None and found.seconds > _SAME * best.seconds:
+            sizes = self._ground.size
+            moved, least = (sum(sizes[s.value] for s in one.swaps) for one in (found, best))
+            if moved > least:
+                return False
         self._seconds, self.best, self._choice = found.seconds, found, choice
         return True
 

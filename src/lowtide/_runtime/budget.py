@@ -352,7 +352,7 @@ class Budgeted:
             self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
         runtime = Runtime(
             droppable=observed.droppable,
-            movable=observed.saves.keys(),
+            movable=observed.saves.keys() | observed.states.keys(),
             held=observed.held,
             positions=tuple(sorted(set(observed.positions))),
         )

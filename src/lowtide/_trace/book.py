@@ -34,6 +34,7 @@ class Entry:
     end: int | None = None
     unexplained: bool = False  # no op was seen making it, and it was not there before
     made_by_autograd: bool = False  # unexplained, yet the result of a differentiable function
+    away: bool = False  # its bytes were elsewhere when the recording began
     pointer: int = 0
 
 
@@ -107,22 +108,41 @@ class Book:
     def alias(self, known: torch.Tensor, other: torch.Tensor) -> None:
         """What lies in the storage of `other` is, from now on, the value that `known` shows."""
         live = self._live.get(known.untyped_storage()._cdata) if has_storage(known) else None
-        if live is None or not has_storage(other) or self.is_known(other):
-            return
-        storage = other.untyped_storage()
-        key = storage._cdata
-        watch = weakref.ref(storage, lambda _: self._die(key))
-        self._live[key] = _Live(live.value, version_of(other), watch)
-        self._others[live.value] += 1
+        if live is not None and has_storage(other):
+            self._also(other.untyped_storage(), live.value, version_of(other))
 
-    def storage_of(self, tensor: torch.Tensor) -> int:
-        """The number of the storage of `tensor`, entering it if need be.
+    def move(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """The value that `tensor` shows lies in `storage` now, and so will the tensor."""
+        live = self._live.get(tensor.untyped_storage()._cdata)
+        if live is not None:
+            self._also(storage, live.value, live.expected_version)
+
+    def _also(self, storage: torch.UntypedStorage, value: int, version: int) -> None:
+        key = storage._cdata
+        if key not in self._live:
+            watch = weakref.ref(storage, lambda _: self._die(key))
+            self._live[key] = _Live(value, version, watch)
+            self._others[value] += 1
+
+    def belongs(self, tensor: torch.Tensor, size: int, device: torch.device) -> None:
+        """What `tensor` shows, from before the recording, is at home on `device`, in `size` bytes.
+
+        Where it is now it was only moved to.
+        """
+        entry = self.entries[self.shown(tensor)]
+        entry.bytes, entry.device, entry.away = size, str(device), True
+
+    def shown(self, tensor: torch.Tensor) -> int:
+        """The value that `tensor` shows, entering it if need be.
 
         Unlike `current` it takes no version for news: an op may raise it before it returns.
         """
         live = self._live.get(tensor.untyped_storage()._cdata)
-        value = self._enter(tensor, before=False) if live is None else live.value
-        return self.entries[value].storage
+        return self._enter(tensor, before=False) if live is None else live.value
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The number of the storage of `tensor`, entering it if need be."""
+        return self.entries[self.shown(tensor)].storage
 
     def close(self) -> None:
         """Stop watching; what is alive stays without an end."""

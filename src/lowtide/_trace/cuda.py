@@ -51,7 +51,7 @@ class CudaProbe:
         self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
         self._own: list[tuple[int, int]] = []  # allocator events that are none of the program's
-        self._own_from = -1
+        self._own_from = self._own_depth = 0
         self._history_is_ours = not torch._C._cuda_isHistoryEnabled()
         if self._history_is_ours:
             torch.cuda.memory._record_memory_history(
@@ -62,7 +62,7 @@ class CudaProbe:
         held = sum(
             _rounded(entry.bytes)
             for entry in book.entries
-            if entry.end is None and entry.device == f"cuda:{self._device}"
+            if entry.end is None and entry.device == f"cuda:{self._device}" and not entry.away
         )
         self._unseen_bytes = max(torch.cuda.memory_allocated(self._device) - held, 0)
 
@@ -97,13 +97,16 @@ class CudaProbe:
 
     def begin_own(self) -> None:
         """What is allocated from now on is none of the program's."""
-        self._own_from = self._event_count()
+        if not self._own_depth:
+            self._own_from = self._event_count()
+        self._own_depth += 1
 
     def end_own(self) -> None:
         """Now it is again."""
-        if self._own_from >= 0:
-            self._own.append((self._own_from, self._event_count()))
-            self._own_from = -1
+        if self._own_depth:
+            self._own_depth -= 1
+            if not self._own_depth:
+                self._own.append((self._own_from, self._event_count()))
 
     def measured(self, trace: Trace, entries: Sequence[Entry]) -> Trace:
         """`trace` with device times, workspace and memory held by no tensor."""

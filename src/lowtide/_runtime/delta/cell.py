@@ -32,6 +32,9 @@ class Keeper(Protocol):
     def remake(self, cell: "DeltaCell") -> None:
         """Have a dropped one's bytes again."""
 
+    def moving(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """An optimizer's tensor is about to lie on another storage."""
+
 
 class DeltaCell(Cell):
     """Knows its value, and while it is dropped the sources that keep it possible."""

@@ -1,6 +1,5 @@
 """Training under a budget with no plan: every op is seen, and room is made before it runs."""
 
-import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -12,10 +11,11 @@ from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.garbage import Garbage
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
-from lowtide._runtime.delta.planned import Planned
+from lowtide._runtime.delta.planned import Mode, Planned
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.delta.room import PUBLISHED, Room
 from lowtide._runtime.delta.see import Seer
@@ -28,7 +28,6 @@ from lowtide._runtime.swap.tier import Tier
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
-_RARER = 10  # times: about as often as without lowtide
 _PLENTY = 0.3  # ... that is free: an optimizer's step has room
 _LOOSE_STEPS = 2  # in a row, until then
 
@@ -66,6 +65,9 @@ class Dynamic:
         self.planned = planned
         if planned is not None:
             planned.room = self.room
+            planned.idle = self.idle
+            self.idle.told = self._piece
+            self.idle.changed = planned.unlearn
             planned.write_down = self._write_down
             self.room.spare = planned.let_go
         self._mode: SeeingMode | None = None
@@ -73,7 +75,7 @@ class Dynamic:
         self._was_lax = False  # at some time in this step
         self._at_step = 0  # the number of the op that would have been next when one stepped
         self._unseen_step = False  # an optimizer is at it, and the mode is off
-        self._thresholds: tuple[int, int, int] | None = None  # of Python's garbage collector
+        self._garbage = Garbage()
         self.has_trained = False
         self._saves = self._saved_bytes = 0  # of this step
         self._shape = self._known_shape = 0  # what it saved, in a number; and the last one
@@ -120,9 +122,7 @@ class Dynamic:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
         self._unseen_step = False
-        thresholds, self._thresholds = self._thresholds, None
-        if thresholds is not None:
-            gc.set_threshold(*thresholds)
+        self._garbage.collect_as_before()
         self._pop()
         if self.planned is not None:
             self.planned.stop()
@@ -159,7 +159,8 @@ class Dynamic:
         self.ledger.begin_step()
         self.seer.begin_step()
         if self._mode is not None:
-            self.idle.mark()
+            by_plan = self.planned is not None and self.planned.mode is Mode.PLANNED
+            self.idle.mark(by_plan=by_plan)
             if self.planned is not None:
                 self._begin_planned(self.planned)
 
@@ -197,7 +198,7 @@ class Dynamic:
         """
         self.seer.recorded = ops
         if ops is not None:
-            self._collect_less()
+            self._garbage.collect_less()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
         self._was_lax = self._was_lax or self.room.lax
         if was and not self.room.lax and self._mode is not None:
@@ -256,9 +257,7 @@ class Dynamic:
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
         self._see_again()
-        observer = None if self.planned is None else self.planned.observer
-        if observer is not None:
-            observer.begin_own()
+        self._begin_own()
         number = self._saves
         self._saves += 1
         self._shape = hash((self._shape, handle.bytes))
@@ -271,8 +270,7 @@ class Dynamic:
                 self.trust.consider(cell.value, number)
         if self.planned is not None and self._mode is not None:
             self._tell(self.planned, handle, number)
-        if observer is not None:
-            observer.end_own()
+        self._end_own()
 
     def _tell(self, planned: Planned, handle: Handle, number: int) -> None:
         cell, able = handle.cell, False
@@ -290,8 +288,7 @@ class Dynamic:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
-        if self.planned is not None and self.planned.observer is not None:
-            self.planned.observer.begin_own()
+        self._begin_own()
         if self.planned is not None and self._mode is not None:
             self.planned.unpacking(handle)
         cell = handle.cell
@@ -313,8 +310,7 @@ class Dynamic:
         """Backward gets it."""
         if self.planned is not None:
             self.planned.unpacked(handle, tensor)
-            if self.planned.observer is not None:
-                self.planned.observer.end_own()
+        self._end_own()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
@@ -330,10 +326,15 @@ class Dynamic:
         self._at_step = self.seer.at  # ops of the program have the same numbers, seen or not
         if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
-        self.idle.stepping(optimizer, args, self.room.has)
+        parted = self.planned is not None and self.planned.steps_parted()
+        self.idle.stepping(optimizer, args, self.room.has, parted=parted)
         if self._can_step_unseen(optimizer, args):
             self._unseen_step = True
             self._leave()
+
+    def _piece(self, code: int) -> None:
+        if self.planned is not None and self._mode is not None:
+            self.planned.event(code)
 
     def _can_step_unseen(self, optimizer: Optimizer, args: Sequence[object]) -> bool:
         """Whether no op of an optimizer's step needs to be seen: there are many small ones.
@@ -360,21 +361,31 @@ class Dynamic:
                     cell.value.spoilt = True
             self.ledger.spoil()
 
-    def _collect_less(self) -> None:
-        """Python looks through all objects the more often the more are made, and here many are."""
-        if self._thresholds is None:
-            self._thresholds = gc.get_threshold()
-            first, second, third = self._thresholds
-            gc.set_threshold(first, second, _RARER * third)
-
     # What cells ask for.
 
     def with_room(self, work: Callable[[], None], count: int) -> None:
         """Run what takes so many bytes."""
         if self._mode is None:  # nobody counts
             work()
-        else:
+            return
+        self._begin_own()
+        try:
             self.room.run(work, count, "bringing back a saved tensor")
+        finally:
+            self._end_own()
+
+    def _begin_own(self) -> None:
+        if self.planned is not None and self.planned.observer is not None:
+            self.planned.observer.begin_own()
+
+    def _end_own(self) -> None:
+        if self.planned is not None and self.planned.observer is not None:
+            self.planned.observer.end_own()
+
+    def moving(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """An optimizer's tensor is about to lie on another storage."""
+        if self.planned is not None and self.planned.observer is not None:
+            self.planned.observer.moved(tensor, storage)
 
     def remake(self, cell: DeltaCell) -> None:
         """Have a dropped one's bytes again."""

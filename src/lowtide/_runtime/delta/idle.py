@@ -1,4 +1,4 @@
-"""Optimizer state, idle from one step to the next: the last that goes.
+"""Optimizer state, idle from one step to the next: where there is no plan, the last that goes.
 
 Nothing but a copy brings it back, so values that can be made again, or that were saved for this
 backward alone, go before it. A step that could not do without its bytes says that the next ones
@@ -6,15 +6,17 @@ cannot, either: from then on it starts to leave when the optimizer has stepped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch.optim import Optimizer
 
+from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import Keeper
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.pieces import MOST_PIECES
-from lowtide._runtime.swap.script import STEPPING
+from lowtide._runtime.swap.script import STEPPING, Act, Action
 from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
 
@@ -36,6 +38,12 @@ class IdleCell(StateCell):
         super().__init__(tensor, tier, owner, piece)
         self._keeper = keeper
 
+    def drop(self) -> None:
+        """No longer ours; if it is gone, nothing is away."""
+        if self.state is State.AWAY and self.is_orphan():
+            self._keeper.ledger.away -= self.bytes
+        super().drop()
+
     def _let_go(self) -> None:
         super()._let_go()
         self._keeper.ledger.away += self.bytes
@@ -44,6 +52,11 @@ class IdleCell(StateCell):
         self._keeper.with_room(super()._take_again, self.bytes)
         self._keeper.ledger.see(self.storage)
         self._keeper.ledger.away -= self.bytes
+
+    def _moving(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        self._keeper.moving(tensor, storage)
+        if storage is not self.storage:
+            self._keeper.ledger.see_below(storage)
 
 
 class IdleState:
@@ -60,6 +73,10 @@ class IdleState:
             return IdleCell(tensor, below, owner, piece, keeper)
 
         self.optimizers = Optimizers(tier, self._piece, smallest, piece_bytes, make_cell)
+        self.told: Callable[[int], None] = lambda _: None  # of every piece of a step
+        self.changed: Callable[[], None] = lambda: None  # what there is is not what was planned
+        self._planned: list[tuple[int, int, int]] | None = None  # before it was replaced
+        self._by_plan = False  # what leaves when is said by a plan, in this step
         self._at: tuple[int, int] | None = None  # the optimizer that steps, and its piece
         self._has: Callable[[int], bool] = lambda _: False  # whether so much more may be held
         self._states = 0  # parameters whose state was looked at
@@ -67,27 +84,39 @@ class IdleState:
         self._leaves = False  # at once after every step
 
     def stepping(
-        self, optimizer: Optimizer, args: Sequence[object], has: Callable[[int], bool]
+        self,
+        optimizer: Optimizer,
+        args: Sequence[object],
+        has: Callable[[int], bool],
+        *,
+        parted: bool,
     ) -> None:
-        """An optimizer is about to step: as a whole if all is there, and room to compute in."""
+        """An optimizer is about to step: as a whole if all is there, and room to compute in.
+
+        `parted`: in pieces all the same.
+        """
         self._has = has
-        here = not any(cell.state in _AWAY for cell in self.optimizers.cells)
+        here = not parted and not any(cell.state in _AWAY for cell in self.optimizers.cells)
         trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
         count = trained * (_COMPUTING if optimizer.state else _COMPUTING + _ADAM)
-        self.optimizers.step(optimizer, args, whole=here and has(count), first=not has(count))
+        room = has(count)
+        if not self.optimizers.step(optimizer, args, whole=here and room, first=not room):
+            self._states = 0
+            self.changed()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         self.optimizers.stepped(optimizer)
         self._at = None
 
-    def mark(self) -> None:
-        """The step is over."""
-        self.optimizers.drop_orphans()
-        self._leaves = self._leaves or self._was_needed
+    def mark(self, *, by_plan: bool) -> None:
+        """The step is over, and in the next one a plan says what leaves when, or none."""
+        self._drop_orphans()
+        self._leaves = self._leaves or (self._was_needed and not self._by_plan)
         self._was_needed = False
-        if self._leaves:
-            self._admit()
+        self._by_plan = by_plan
+        if self._leaves and not by_plan:
+            self.admit()
             for cell in self._free():
                 if cell.alone():
                     cell.leave()
@@ -98,7 +127,8 @@ class IdleState:
         Gives the bytes of each.
         """
         if not leaving:
-            self._admit()
+            self._drop_orphans()
+            self.admit()
         released = []
         for cell in self._free():
             if enough():
@@ -111,19 +141,61 @@ class IdleState:
 
     def reloaded(self) -> None:
         """An optimizer's state was replaced. That of others stays where it is."""
+        if self._planned is None:
+            self._planned = self._likeness()
         self.optimizers.drop_orphans()
-        self._states = 0
+        self.optimizers.cells = [c for c in self.optimizers.cells if c.state is not State.GONE]
+        self._states = 0  # they are admitted later: whoever loads them still refers to them
+
+    def _drop_orphans(self) -> None:
+        if any(cell.is_orphan() for cell in self.optimizers.cells):
+            self.reloaded()  # by the program itself, without a word
 
     def leave(self) -> None:
         """All of it back on the device."""
         self.optimizers.leave()
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """What an optimizer has made since."""
         states = sum(len(optimizer.state) for optimizer in self.optimizers.all())
         if states != self._states:
+            before = self._likeness() if self._planned is None else self._planned
+            self._planned = None
             self._states = states
             self.optimizers.admit(self.optimizers.movable())  # those that have a cell are not
+            if before and self._likeness() != before:
+                self.changed()
+
+    def _likeness(self) -> list[tuple[int, int, int]]:
+        return [(cell.bytes, cell.owner, cell.piece) for cell in self.optimizers.cells]
+
+    def away(self) -> list[tuple[torch.Tensor, int, torch.device]]:
+        """Tensors that lie below: their bytes, and where they are at home."""
+        return [
+            (tensor, cell.bytes, cell.home())
+            for cell in self.optimizers.cells
+            if cell.state in _AWAY and (tensor := cell.tensor()) is not None
+        ]
+
+    def do(self, action: Action, *, waits: bool, has: Callable[[int], bool]) -> bool:
+        """What a plan says; `has`: whether so much may come back. False: not yet."""
+        if self._planned is not None:
+            self.admit()
+        cells = self.optimizers.cells
+        at = -1 - action.who
+        if at >= len(cells) or not self.optimizers.may_move(cells[at]):
+            return True
+        cell = cells[at]
+        if action.act is Act.LEAVE:
+            if cell.state is State.HERE and not cell.alone():
+                return False
+            cell.leave()
+        elif action.act is Act.RELEASE:
+            return cell.state is not State.LEAVING or cell.release() or not waits
+        elif cell.state is State.AWAY and has(cell.bytes):
+            with suppress(OutOfBudget, torch.OutOfMemoryError):  # who needs it asks again
+                cell.fetch()
+        return True
 
     def _free(self) -> Iterable[StateCell]:
         """What no optimizer is at work on."""
@@ -136,8 +208,10 @@ class IdleState:
         """A piece of a step begins: what it needs may come, and what the next one needs."""
         owner, piece = divmod(code - STEPPING, MOST_PIECES)
         self._at = owner, piece
+        self.told(code)
         for cell in self.optimizers.cells:
             if cell.owner != owner:
                 continue
-            if cell.piece == piece or (cell.piece == piece + 1 and self._has(_AHEAD * cell.bytes)):
+            soon = cell.piece == piece + 1 and not self._by_plan
+            if cell.piece == piece or (soon and self._has(_AHEAD * cell.bytes)):
                 cell.fetch()

@@ -71,14 +71,22 @@ class Ledger:
 
     def see(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage, if it was not known yet."""
-        key = storage._cdata
-        if key in self._sizes:
+        if storage._cdata in self._sizes:
             return False
-        size = self._sizes[key] = self._rounded(storage.nbytes())
-        self._refs[key] = weakref.ref(storage, partial(_forget, self._self, key))
-        self.held += size
+        self._enter(storage, self._rounded(storage.nbytes()))
         self._look()
         return True
+
+    def see_below(self, storage: torch.UntypedStorage) -> None:
+        """It lies below the device, also if PyTorch calls both main memory: it takes nothing."""
+        if storage.device == self.device:
+            self._enter(storage, 0)
+
+    def _enter(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        self._sizes[key] = size
+        self._refs[key] = weakref.ref(storage, partial(_forget, self._self, key))
+        self.held += size
 
     def _look(self) -> None:
         held = self.held

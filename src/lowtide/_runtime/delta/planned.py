@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
 from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.recipe import Value
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
@@ -26,7 +27,6 @@ from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import (
     ASKED,
     BEGIN,
-    STEPPING,
     Act,
     Action,
     Observed,
@@ -61,6 +61,7 @@ class Planned:
     """Told of every event of steps that are seen op by op."""
 
     room: Room
+    idle: IdleState
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
 
     def __init__(
@@ -103,7 +104,7 @@ class Planned:
         self.mode = Mode.TRACED
         self.following.agrees = False
         self.observer = Observer()
-        self.observer.begin()
+        self.observer.begin(self.idle.away())
 
     def learn(self) -> None:
         """The traced step has ended: plan those like it."""
@@ -113,7 +114,8 @@ class Planned:
             self._abandon(observer)
             return
         try:
-            observed = observer.finish([])
+            self.idle.admit()
+            observed = observer.finish([cell.tensor() for cell in self.idle.optimizers.cells])
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
             plan = self._plan(observed, 0)
@@ -142,6 +144,14 @@ class Planned:
             self._failed(error)
             return False
         return True
+
+    def unlearn(self) -> None:
+        """Optimizers have other state than the one that was planned with."""
+        self.following.unlearn()
+        if self.mode is Mode.PLANNED:
+            self.mode = Mode.DEPARTED
+            self.write_down(None)
+            self.let_go()
 
     def _failed(self, error: Exception) -> None:
         self._next_trace = _NEVER
@@ -258,7 +268,7 @@ class Planned:
         """The step that begins has begun, and is seen."""
         script = self.following.script if self.mode is Mode.PLANNED else None
         self.write_down(None if script is None else script.recorded)
-        self._event(BEGIN)
+        self.event(BEGIN)
 
     def packed(self, handle: Handle, number: int, *, can_drop: bool) -> None:
         """A tensor was saved, as the `number`-th of this step."""
@@ -270,13 +280,13 @@ class Planned:
         self.following.packed(number, handle.cell)
         if number in self.following.wanted:
             self._numbers[id(handle.cell)] = number
-        self._event(handle.bytes)
+        self.event(handle.bytes)
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: it is too late to drop it."""
         number = handle.number - self._before
         self.following.expire(number)
-        self._event(ASKED + number)
+        self.event(ASKED + number)
 
     def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
         """It gets it."""
@@ -287,7 +297,14 @@ class Planned:
         """An optimizer is about to step."""
         if self.observer is not None:
             self.observer.stepping(optimizer)
-        self._event(STEPPING)
+
+    def steps_parted(self) -> bool:
+        """Whether an optimizer that is about to step does so in pieces, even if there is room.
+
+        When it is traced, to know what can be gained by that; and when a plan says so.
+        """
+        script = self.following.script if self.mode is Mode.PLANNED else None
+        return self.observer is not None or (script is not None and not script.steps_whole)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
@@ -330,7 +347,8 @@ class Planned:
             value.let_go()
         self._held.clear()
 
-    def _event(self, code: int) -> None:
+    def event(self, code: int) -> None:
+        """Something happens."""
         if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
             self._give_up()
         if self.mode is not Mode.PLANNED:
@@ -349,6 +367,8 @@ class Planned:
             self.following.act(actions)
 
     def _do(self, action: Action, waits: bool) -> bool:
+        if action.who < 0:
+            return self.idle.do(action, waits=waits, has=self._has)
         cell = self.following.wanted.get(action.who)
         if not isinstance(cell, DeltaCell):
             return True
@@ -356,7 +376,7 @@ class Planned:
             self._hold(cell, action.at)
             return True
         if action.act is Act.FETCH:
-            if cell.state is State.AWAY and (self.room.lax or self.room.has(cell.bytes)):
+            if cell.state is State.AWAY and self._has(cell.bytes):
                 with suppress(OutOfBudget, torch.OutOfMemoryError):  # who needs it asks again
                     cell.fetch()
             return True
@@ -371,3 +391,7 @@ class Planned:
         else:
             cell.leave()
         return True
+
+    def _has(self, count: int) -> bool:
+        """Whether so much may come back now."""
+        return self.room.lax or self.room.has(count)

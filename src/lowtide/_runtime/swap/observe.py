@@ -1,7 +1,7 @@
 """One live step -> its trace, and how the trace's values are known to the runtime."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,10 +36,12 @@ class Observer:
         """Whether a mode pushed now stays until it is popped, and is the only one."""
         return is_calm() and not torch._C._len_torch_dispatch_stack()
 
-    def begin(self) -> None:
-        """The step begins."""
+    def begin(self, away: Iterable[tuple[torch.Tensor, int, torch.device]] = ()) -> None:
+        """The step begins. `away` is what lies elsewhere: its bytes, and where it is at home."""
         self._thread = threading.get_ident()
         self._recorder.__enter__()
+        for tensor, size, device in away:
+            self._recorder.book.belongs(tensor, size, device)
 
     def can_finish(self) -> bool:
         """Whether the mode that was pushed is the one that would be popped."""
@@ -99,6 +101,10 @@ class Observer:
         self._recorder.book.alias(handle.tensor, tensor)
         self._recorder.saves.note_unpack(handle.entry, tensor)
 
+    def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """What an optimizer's tensor shows lies in `storage` now."""
+        self._recorder.book.move(tensor, storage)
+
     def stepping(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         self._recorder.optimizers.before(optimizer, (), {})
@@ -107,9 +113,10 @@ class Observer:
         """It has stepped."""
         self._recorder.optimizers.after(optimizer, (), {})
 
-    def finish(self, states: Sequence[torch.Tensor]) -> Observed:
+    def finish(self, states: Sequence[torch.Tensor | None]) -> Observed:
         """The step has ended; `states` are the optimizers' tensors that could move."""
-        numbers = {self._recorder.book.current(tensor): i for i, tensor in enumerate(states)}
+        book = self._recorder.book
+        numbers = {book.shown(t): i for i, t in enumerate(states) if t is not None}
         self.stop()
         trace, new = _cleaned(self._recorder.recording())
         return Observed(

@@ -1,7 +1,7 @@
 """The optimizers of a loop: their state, which comes and goes, and their steps, done in pieces."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -66,10 +66,9 @@ class Optimizers:
         self._stepping.discard(number)
         pieces = self._pieces.get(number)
         same = pieces is None or covers(pieces, optimizer)
-        if not same:
-            self.leave()
         if (pieces is None or not same) and (optimizer.state or first):
             pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
+            self._put_in_pieces(optimizer, number)
         if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
             self._event(STEPPING + number * MOST_PIECES)
             self.need(optimizer)
@@ -119,16 +118,32 @@ class Optimizers:
             optimizer = known()
             if optimizer is None:
                 continue
-            piece_of = {
-                id(parameter): i
-                for i, piece in enumerate(self._pieces.get(number, ()))
-                for group in piece
-                for parameter in group
-            }
+            piece_of = self._piece_of(number)
             for parameter, tensor in state_tensors(optimizer, self._smallest):
                 if self._tier(tensor.device) is not None:
                     found.append((tensor, number, piece_of.get(id(parameter), 0)))
         return found
+
+    def _piece_of(self, number: int) -> dict[int, int]:
+        """By the parameter."""
+        return {
+            id(parameter): i
+            for i, piece in enumerate(self._pieces.get(number, ()))
+            for group in piece
+            for parameter in group
+        }
+
+    def _put_in_pieces(self, optimizer: Optimizer, number: int) -> None:
+        """Its cells, by the pieces as they are now. What it does not train any more stays away."""
+        piece_of = self._piece_of(number)
+        found = {
+            id(thing): piece_of.get(id(parameter), MOST_PIECES)
+            for parameter, state in optimizer.state.items()
+            if isinstance(state, dict)
+            for thing in state.values()
+        }
+        for cell in self._of(number):
+            cell.piece = found.get(id(cell.tensor()), 0)
 
     def admit(self, tensors: Sequence[Movable]) -> None:
         """A cell for each."""
@@ -136,6 +151,14 @@ class Optimizers:
             tier = self._tier(tensor.device)
             assert tier is not None
             self.cells.append(self._make_cell(tensor, tier, owner, piece))
+        places = {id(thing): i for i, thing in enumerate(self._things())}
+        self.cells.sort(key=lambda cell: places.get(id(cell.tensor()), -1))  # whoever was first
+
+    def _things(self) -> Iterator[object]:
+        for optimizer in self.all():
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    yield from state.values()
 
     def admit_again(self) -> bool:
         """State was replaced. False: it is not like that of before."""

@@ -35,6 +35,14 @@ class StateCell(Cell):
         self._version = 0
         self._shown: list[torch.UntypedStorage] = []  # the bytes below, as somebody may see them
 
+    def tensor(self) -> torch.Tensor | None:
+        """The optimizer's, unless that has replaced it."""
+        return self._tensor()
+
+    def home(self) -> torch.device:
+        """Where it is when the optimizer needs it."""
+        return self._device
+
     def is_orphan(self) -> bool:
         """Whether the optimizer has replaced the tensor."""
         return self._tensor() is None
@@ -59,6 +67,7 @@ class StateCell(Cell):
         assert self._place is not None
         with quiet():
             self._shown.append(self._tier.view(self._place))
+            self._moving(tensor, self._shown[-1])
             tensor.data = _like(tensor, self._shown[-1])
             self._let_go()
         self.state = State.AWAY
@@ -95,7 +104,11 @@ class StateCell(Cell):
             self._whole = _like(tensor, self.storage)
             if version_of(tensor) != self._version:
                 self._whole.copy_(shown)  # somebody wrote to it while it was away
+            self._moving(tensor, self.storage)
             tensor.data = self._whole
+
+    def _moving(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """The tensor is about to lie on `storage`."""
 
     def _give(self) -> None:
         while self._shown:
