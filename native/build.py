@@ -1,7 +1,7 @@
-"""Native code into the wheel: the layout search compiled, the allocator as sources.
+"""Native code into the wheel: the layout search compiled, what needs torch as sources.
 
-Without a compiler the wheel is pure Python. The allocator is built against the torch that is
-installed, when it is first used. An editable install needs nothing from here.
+Without a compiler the wheel is pure Python. The allocator and the gate are built against the torch
+that is installed, when they are first used. An editable install needs nothing from here.
 """
 
 import importlib.util
@@ -23,9 +23,9 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
         """Compile, or say why not and go on."""
         if version == "editable":
             return
-        for path in sorted((ROOT / "native" / "allocator").rglob("*.[ch]*")):
+        for path in sorted((ROOT / "native").rglob("*.[ch]*")):
             place = path.relative_to(ROOT / "native")
-            if {"fuzz", "pretend"} & set(place.parts):
+            if place.parts[0] == "layout" or {"fuzz", "pretend"} & set(place.parts):
                 continue
             build_data["force_include"][str(path)] = f"lowtide/_native_sources/{place}"
         native = _load(ROOT / "src" / "lowtide" / "_native.py")

@@ -58,6 +58,7 @@ USES_TORCH = (
             "cell",
             "costs",
             "driver",
+            "gate",
             "idle",
             "ledger",
             "mode",

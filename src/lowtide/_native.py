@@ -17,7 +17,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGED = Path(__file__).with_name("_native_sources")  # in a wheel
-_ALLOCATOR = (_PACKAGED if _PACKAGED.is_dir() else _ROOT / "native") / "allocator"
+_SOURCES = _PACKAGED if _PACKAGED.is_dir() else _ROOT / "native"
+_ALLOCATOR = _SOURCES / "allocator"
 _FLAGS = ("-O3", "-fPIC", "-pthread")
 
 
@@ -55,6 +56,11 @@ def torch_pool(flags: Sequence[str], links: Sequence[str]) -> Recipe:
     """The pool inside PyTorch; the flags say where the installed torch and CUDA are."""
     folders = _ALLOCATOR, _ALLOCATOR / "torch"
     return Recipe("pool-torch", "the pool", folders, tuple(flags), tuple(links))
+
+
+def torch_gate(flags: Sequence[str], links: Sequence[str]) -> Recipe:
+    """The gate in front of a dispatch mode."""
+    return Recipe("gate", "the gate", (_SOURCES / "gate",), tuple(flags), tuple(links))
 
 
 def built(recipe: Recipe, *also: str, before: Callable[[], None] = lambda: None) -> Path:

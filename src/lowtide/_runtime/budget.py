@@ -33,6 +33,7 @@ from lowtide._report.status_text import render_status
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.planned import Mode as PlannedMode
 from lowtide._runtime.delta.planned import Planned
@@ -104,6 +105,7 @@ class Budgeted:
                 self._speed,
                 lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
                 Planned(self._plan_tide, tell) if policy == TIDE else None,
+                lambda: load_gate(tell),
             )
         if self._dynamic is not None:
             self._saved = Saved(self._tier, self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)

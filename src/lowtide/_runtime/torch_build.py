@@ -1,4 +1,4 @@
-"""The pool built against the torch that is installed: where its headers are, and what they have."""
+"""What is built against the torch that is installed: where its headers are, and what they have."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide._native import NoNative, Recipe, built, torch_pool
+from lowtide._native import NoNative, Recipe, built, torch_gate, torch_pool
 
 # The allocator interface as the pool implements it, but for what not every version has.
 _INTERFACE = """
@@ -20,6 +20,7 @@ _INTERFACE = """
     getUserMetadata attachOutOfMemoryObserver attachAllocatorTraceTracker enablePeerAccess
     memcpyAsync getCheckpointState setCheckpointPoolState name
 """
+_GATED = {"dispatch", "detach"}  # of an interpreter's functions, those that the gate has itself
 _OPTIONAL = {
     "markCaptureBegin": {"markCaptureBegin", "markCaptureEnd"},
     "getContextForPointer": {"getContextForPointer"},
@@ -38,20 +39,72 @@ def build_pool(tell: Callable[[str], None] = lambda _: None) -> Path:
     )
 
 
+def build_gate(tell: Callable[[str], None] = lambda _: None) -> Path:
+    """Likewise."""
+    include = Path(torch.__file__).parent / "include"
+    flags = [*_flags(include), f"-DLOWTIDE_FORWARDS={_forwards(include)}"]
+    return built(
+        torch_gate(flags, _links("-ltorch_cpu", "-lc10")),
+        torch.__version__,
+        torch.__file__,
+        before=lambda: tell(f"building the gate against torch {torch.__version__}, once"),
+    )
+
+
+def _flags(include: Path) -> list[str]:
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include)]
+
+
+def _links(*names: str) -> list[str]:
+    libraries = Path(torch.__file__).parent / "lib"
+    return [f"-L{libraries}", *names, f"-Wl,-rpath,{libraries}"]
+
+
+def _forwards(include: Path) -> str:
+    """Of each function that Python's interpreter has for PyTorch, one that only hands on."""
+    header = include / "c10" / "core" / "impl" / "PyInterpreter.h"
+    try:
+        code = _code(header.read_text())
+    except OSError as error:
+        raise NoNative(f"torch's headers are missing ({error.filename})") from error
+    match = re.search(r"struct C10_API PyInterpreterVTable \{.*?\n};", code, re.DOTALL)
+    functions = re.findall(
+        r"virtual\s+([^;{}()]*?)\s*\b(\w+)\(([^;]*?)\)\s*const\s*=\s*0;",
+        match.group(0) if match else "",
+    )
+    if not {name for _, name, _ in functions} >= _GATED:
+        raise NoNative(f"torch {torch.__version__} is not known to this lowtide: update it")
+    return " ".join(
+        f"{' '.join(result.split())} {name}({_parameters(given)}) const override "
+        f"{{ return real_->{name}({', '.join(f'a{i}' for i in range(_count(given)))}); }}"
+        for result, name, given in functions
+        if name not in _GATED
+    )
+
+
+def _count(given: str) -> int:
+    return given.count(",") + 1 if given.strip() else 0
+
+
+def _parameters(given: str) -> str:
+    """With names of ours in place of those that they may have."""
+    types = [" ".join(one.split()) for one in given.split(",")] if given.strip() else []
+    bare = [re.sub(r"(?<=[\s*&])\w+$", "", one) for one in types]
+    return ", ".join(f"{one} a{i}" for i, one in enumerate(bare))
+
+
 def recipe() -> Recipe:
     """How the pool is built here."""
     include = Path(torch.__file__).parent / "include"
-    libraries = include.parent / "lib"
     flags = [
-        "-std=c++20",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *_flags(include),
         *(f"-DLOWTIDE_HAS_{name}" for name in _optional(include)),
-        *("-isystem", str(include)),
         *("-isystem", str(_cuda_headers())),
     ]
     if not (include / "c10/cuda/impl/cuda_cmake_macros.h").exists():  # a torch without CUDA
         flags.append("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
-    return torch_pool(flags, [f"-L{libraries}", "-lc10_cuda", "-lc10", f"-Wl,-rpath,{libraries}"])
+    return torch_pool(flags, _links("-lc10_cuda", "-lc10"))
 
 
 def _optional(include: Path) -> list[str]:
@@ -79,10 +132,13 @@ def _optional(include: Path) -> list[str]:
 
 def virtual_functions(header: str) -> set[str]:
     """The virtual functions of the class CUDAAllocator in torch's header."""
-    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", header, flags=re.DOTALL)
-    match = re.search(r"class CUDAAllocator\b.*?\n};", code, re.DOTALL)
+    match = re.search(r"class CUDAAllocator\b.*?\n};", _code(header), re.DOTALL)
     body = match.group(0) if match else ""
     return set(re.findall(r"\bvirtual\s[^;{()]*?(\w+)\(", body))
+
+
+def _code(header: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", header, flags=re.DOTALL)
 
 
 def _cuda_headers() -> Path:

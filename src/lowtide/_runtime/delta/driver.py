@@ -12,6 +12,7 @@ from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.garbage import Garbage
+from lowtide._runtime.delta.gate import Gate
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
@@ -44,13 +45,14 @@ class Dynamic:
         speed: Callable[[], float],
         idle: Callable[[Keeper], IdleState],
         planned: Planned | None = None,
+        gate: Callable[[], Gate | None] = lambda: None,
     ) -> None:
         self.digests = verify == "always"
         self.ledger = Ledger(device)
         self._costs = Costs(device)
         self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
-        self.seer = Seer(self.ledger, self._costs, self.room)
+        self.seer = Seer(self.ledger, self._costs, self.room, gate)
         self.replayer = Replayer(self.ledger, self._costs, self.room.run)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
@@ -114,9 +116,7 @@ class Dynamic:
     def _pop(self) -> None:
         """Nobody sees when an op runs out of memory: PyTorch is not to be held to the budget."""
         self.cap.lift()
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.leave()
+        self._leave()
 
     def stop(self) -> None:
         """See no op any more, and hold nothing back."""
@@ -201,17 +201,20 @@ class Dynamic:
             self._garbage.collect_less()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
         self._was_lax = self._was_lax or self.room.lax
+        self.seer.tend_gate(self._mode)
         if was and not self.room.lax and self._mode is not None:
             self.ledger.admit_more()
 
     def _leave(self) -> None:
         mode, self._mode = self._mode, None
+        self.seer.tend_gate(self._mode)
         if mode is not None:
             mode.leave()
 
     def _enter(self) -> None:
         self._mode = SeeingMode(self.seer.see)
         self._mode.begin()
+        self.seer.tend_gate(self._mode)
 
     def _look(self) -> None:
         """A step that was watched: is that worth its while?"""

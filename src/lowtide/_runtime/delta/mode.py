@@ -24,6 +24,7 @@ class SeeingMode(TorchDispatchMode):
     def __init__(self, see: See) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see: See | None = see
+        self.learn: Callable[[OpOverload[..., Any], Known], None] | None = None
 
     def __torch_dispatch__(
         self,
@@ -35,6 +36,8 @@ class SeeingMode(TorchDispatchMode):
         if self._see is None or not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
         what = known(func)
+        if self.learn is not None:
+            self.learn(func, what)
         if what.view:
             return func._op(*args, **(kwargs or {}))
         return self._see(func, what, args, kwargs or {})

@@ -8,7 +8,9 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.gate import Gate
 from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.replay import generator_of, rewind
@@ -21,14 +23,18 @@ _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 class Seer:
     """Shown every op."""
 
-    def __init__(self, ledger: Ledger, costs: Costs, room: Room) -> None:
+    def __init__(
+        self, ledger: Ledger, costs: Costs, room: Room, gate: Callable[[], Gate | None]
+    ) -> None:
         self.ledger = ledger
         self.room = room
         self._costs = costs
         self._captor = Captor(ledger)
         self._results = Results(ledger, costs)
         self.ops = 0  # so far
-        self.at = 0  # ... of this step, without those of optimizers
+        self._at = 0  # ... of this step, without those of optimizers
+        self._load_gate = gate
+        self._gate: Gate | None = None
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
@@ -43,7 +49,7 @@ class Seer:
         """Run an op of the program that makes or writes bytes."""
         self.ops += 1
         self.ledger.now += 1
-        at, self.at = self.at, self.at + 1
+        at = self._take_number()
         number = at if self.recorded is None or at in self.recorded else -1
         see = self._pass if self.room.lax else self._see
         if self.ops % _SAMPLED:
@@ -54,6 +60,39 @@ class Seer:
         self._own_seconds += time.perf_counter() - began - self._in_op
         self._own_ops += 1
         return result
+
+    def _take_number(self) -> int:
+        gate = self._gate
+        if gate is not None and gate.is_open:
+            return gate.take_number()
+        at, self._at = self._at, self._at + 1
+        return at
+
+    @property
+    def at(self) -> int:
+        """The number of the next op of this step."""
+        return self._gate.number if self._gate is not None and self._gate.is_open else self._at
+
+    @at.setter
+    def at(self, number: int) -> None:
+        self._at = number
+        if self._gate is not None:
+            self._gate.number = number
+
+    def tend_gate(self, mode: SeeingMode | None) -> None:
+        """Where nobody counts, only ops that are written down, or do more than make something, are
+        seen by `mode` from now on; elsewhere all of them.
+        """
+        number = self.at
+        if mode is not None and self.room.lax and self.recorded is not None:
+            self._gate = self._gate or self._load_gate()
+            if self._gate is not None:
+                self._gate.number = number
+                self._gate.open(mode, self.recorded)
+                mode.learn = self._gate.learn
+        elif self._gate is not None and self._gate.is_open:
+            self._at = number
+            self._gate.close()
 
     def begin_step(self) -> None:
         """Ops are numbered from here."""

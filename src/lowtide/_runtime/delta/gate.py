@@ -1,0 +1,92 @@
+"""The native gate in front of the dispatch mode: see `native/gate/gate.cc`."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch._ops import OpOverload
+
+from lowtide._native import NoNative
+from lowtide._runtime.delta.record import Known
+from lowtide._runtime.torch_build import build_gate
+
+_WORD = 64
+
+
+class Gate:
+    """While it is open, only ops of interest reach the mode; which has to tell what ops are."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._told: set[int] = set()  # overloads live as long as the program
+        self._written_down: frozenset[int] | None = None
+        self.is_open = False
+
+    def open(self, mode: object, written_down: frozenset[int]) -> None:
+        """For `mode`, which is on the stack: of plain ops it sees those with these numbers."""
+        if written_down is not self._written_down:
+            self._written_down = written_down
+            words = [0] * (max(written_down, default=-1) // _WORD + 1)
+            for number in written_down:
+                words[number // _WORD] |= 1 << number % _WORD
+            self._library.lowtide_gate_write_down(
+                (ctypes.c_uint64 * len(words))(*words), len(words)
+            )
+        self.is_open = bool(self._library.lowtide_gate_open(id(mode)))
+
+    def close(self) -> None:
+        """The mode sees all of them."""
+        self.is_open = False
+        self._library.lowtide_gate_close()
+
+    def learn(self, func: OpOverload[..., Any], what: Known) -> None:
+        """What an op is that the mode sees."""
+        if id(func) in self._told:
+            return
+        self._told.add(id(func))
+        plain = what.view or (what.makes and not what.writes and not what.facts.may_be_random)
+        if plain and func.namespace == "aten":
+            name, overload = func._schema.name, func._schema.overload_name
+            self._library.lowtide_gate_know(name.encode(), overload.encode(), what.view)
+
+    def take_number(self) -> int:
+        """Of the op that the mode sees."""
+        return int(self._library.lowtide_gate_take_number())
+
+    @property
+    def number(self) -> int:
+        """Of the next op."""
+        return int(self._library.lowtide_gate_number())
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._library.lowtide_gate_count_from(number)
+
+    def passed(self) -> int:
+        """Ops that the mode has not seen, so far."""
+        return int(self._library.lowtide_gate_passed())
+
+
+def load_gate(tell: Callable[[str], None]) -> Gate | None:
+    """The only one. None, and told why, where it cannot be built: the mode sees all ops then."""
+    try:
+        return _load(build_gate(tell))
+    except (NoNative, OSError) as error:
+        tell(f"steps by a plan take longer than they need: {error}")
+        return None
+
+
+@functools.cache
+def _load(path: Path) -> Gate:
+    library = ctypes.CDLL(str(path))
+    library.lowtide_gate_open.argtypes = [ctypes.c_void_p]
+    library.lowtide_gate_write_down.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
+    library.lowtide_gate_write_down.restype = library.lowtide_gate_close.restype = None
+    library.lowtide_gate_know.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
+    library.lowtide_gate_count_from.argtypes = [ctypes.c_int64]
+    library.lowtide_gate_count_from.restype = None
+    for count in ("number", "take_number", "passed"):
+        getattr(library, f"lowtide_gate_{count}").restype = ctypes.c_int64
+    return Gate(library)

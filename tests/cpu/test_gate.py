@@ -1,0 +1,149 @@
+"""The gate in front of a dispatch mode: which ops still reach it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide._runtime.delta.gate import Gate, load_gate
+from lowtide._runtime.delta.mode import SeeingMode
+
+
+@pytest.fixture
+def gate() -> Gate:
+    told: list[str] = []
+    found = load_gate(told.append)
+    assert found is not None, told
+    found.number = 0
+    return found
+
+
+@contextmanager
+def seeing(gate: Gate, written_down: frozenset[int] = frozenset()) -> Iterator[list[str]]:
+    """What a mode sees that has seen every op once, so that the gate knows them."""
+    seen: list[str] = []
+
+    def see(func: Any, _what: Any, args: Any, kwargs: Any) -> Any:
+        number = gate.take_number() if gate.is_open else -1
+        seen.append(f"{func}" if number < 0 else f"{number} {func}")
+        return func(*args, **kwargs)
+
+    mode = SeeingMode(see)
+    mode.learn = gate.learn
+    mode.begin()
+    try:
+        work()
+        seen.clear()
+        gate.open(mode, written_down)
+        yield seen
+    finally:
+        gate.close()
+        mode.leave()
+
+
+def work() -> torch.Tensor:
+    torch.manual_seed(0)
+    weight = torch.ones(4, 4, requires_grad=True)
+    hidden = torch.nn.functional.dropout((weight @ weight).t().tanh(), 0.5)
+    hidden.add_(1)
+    (hidden * weight).sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_only_ops_of_interest_are_seen_and_each_has_its_number(gate: Gate) -> None:
+    expected = work()
+    with seeing(gate) as seen:
+        before = gate.passed()
+        found = work()
+        passed = gate.passed() - before
+        numbered, closed = gate.number, len(seen)
+        gate.close()
+        work()
+    assert torch.equal(found, expected)
+    random = [one.split()[1] for one in seen[:closed]]
+    assert set(random) >= {"aten.add_.Tensor"}
+    assert all(name.split(".")[1].endswith("_") or "dropout" in name for name in random), random
+    everything = seen[closed:]
+    assert len(everything) == numbered > 2 * closed
+    assert passed > numbered - closed > 0  # views have no number
+    for one in seen[:closed]:  # each as the mode alone would have counted
+        number, name = one.split()
+        assert everything[int(number)] == name
+
+
+def test_what_is_written_down_is_seen(gate: Gate) -> None:
+    with seeing(gate) as seen:
+        work()
+        of_interest = {int(one.split()[0]) for one in seen}
+        count = gate.number
+        some = frozenset(number for number in range(count) if number % 3 == 0)
+        seen.clear()
+        gate.number = 0
+        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+        gate.open(mode, some)
+        work()
+        assert {int(one.split()[0]) for one in seen} == of_interest | some
+
+
+def test_other_modes_see_everything(gate: Gate) -> None:
+    with seeing(gate) as seen:
+        with FlopCounterMode(display=False) as flops:
+            torch.ones(4, 4) @ torch.ones(4, 4)
+        assert flops.get_total_flops() == 2 * 4**3
+        assert not seen
+
+
+def test_tensors_of_another_class_are_left_to_it(gate: Gate) -> None:
+    called: list[str] = []
+
+    class Odd(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(str(func))
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+
+    odd = torch.Tensor._make_subclass(Odd, torch.ones(4, 4))
+    with seeing(gate) as seen:
+        assert torch.equal(torch.ones(4, 4) @ odd, torch.full((4, 4), 4.0))
+        assert "aten.mm.default" in called
+        assert any("aten.mm.default" in one for one in seen)
+
+
+def test_an_op_that_runs_out_of_memory_is_seen(gate: Gate) -> None:
+    with seeing(gate) as seen:
+        vast = torch.ones(1).expand(1 << 50)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            vast.tanh()
+        assert [one.split()[1] for one in seen] == ["aten.tanh.default"]
+        with pytest.raises(
+            RuntimeError, match="cannot be multiplied"
+        ):  # another error comes through at once
+            torch.ones(4, 4) @ torch.ones(3, 3)
+        assert len(seen) == 1
+
+
+def test_a_mode_that_is_not_its_own_is_none_of_its_business(gate: Gate) -> None:
+    seen: list[str] = []
+
+    class Other(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with seeing(gate):  # so that it knows the ops
+        pass
+    with Other():  # type: ignore[no-untyped-call]
+        gate.open(gate, frozenset())
+        torch.ones(4, 4) @ torch.ones(4, 4)
+        gate.close()
+    assert seen.count("aten.mm.default") == 1
