@@ -200,7 +200,9 @@ def under(
 
     before = plain[-1] if plain else plain_times(step)
     try:
-        with lowtide.fit(subject.model, subject.optimizer, budget=budget) as tide:
+        with lowtide.fit(
+            subject.model, subject.optimizer, policy="autoswap", budget=budget
+        ) as tide:
             keep_observed(tide, observed)
             for _ in range(LEARNING):
                 step()

@@ -31,7 +31,16 @@ LAYERS = [
 USES_TORCH = (
     {
         f"_runtime/{name}.py"
-        for name in ["budget", "cuda", "fit", "holdings", "marks", "storages", "torch_build"]
+        for name in [
+            "awaited",
+            "budget",
+            "cuda",
+            "fit",
+            "holdings",
+            "marks",
+            "storages",
+            "torch_build",
+        ]
     }
     | {
         f"_runtime/swap/{name}.py"

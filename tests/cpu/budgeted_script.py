@@ -70,7 +70,9 @@ def main() -> None:
         for _ in range(int(steps)):
             step()
     else:
-        with lowtide.fit(model, optimizer, budget=int(budget), folder=folder) as tide:
+        with lowtide.fit(
+            model, optimizer, policy="autoswap", budget=int(budget), folder=folder
+        ) as tide:
             for i in range(int(steps)):
                 step()
                 print("step", i, flush=True)

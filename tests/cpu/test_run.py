@@ -98,11 +98,18 @@ def test_a_script_runs_within_a_budget(tmp_path: Path) -> None:
     ).stdout
     code, out, err = run(script, flags=("--budget", "0.7", "--folder", str(tmp_path)))
     assert (code, out) == (0, plain), err
-    assert "2 crude, 1 traced, 5 planned" in err
+    assert "8 steps: 2 dynamic, 1 traced, 5 planned" in err
     assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
     code, out, err = run(script, flags=("--budget", "1MiB"))
     assert (code, out) == (2, "")
+    assert err.startswith("lowtide: the budget is 1.00 MiB (1048576 bytes), but ")
+    autoswap = ("--policy", "autoswap")
+    code, out, err = run(script, flags=("--budget", "1MiB", *autoswap))
+    assert (code, out) == (2, "")
     assert err.startswith("lowtide: the budget is 1.00 MiB (1048576 bytes), but swapping cannot go")
+    code, out, err = run(script, flags=("--budget", "free", "--folder", str(tmp_path)))
+    assert (code, out) == (0, plain), err
+    assert "2 crude, 1 traced, 5 planned" in err
 
 
 DEEP = """

@@ -42,7 +42,7 @@ def test_the_zoo_trains_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) 
             for _ in range(8):
                 loop.step()
             return loop.state(), None
-        with lowtide.fit(budget=budget) as tide:
+        with lowtide.fit(policy="autoswap", budget=budget) as tide:
             for _ in range(8):
                 loop.step()
         return loop.state(), tide
@@ -77,7 +77,7 @@ def test_optimizer_state_leaves_and_comes_back(kind: str) -> None:
         seen.append(len(states_away(tide)))
 
     handle = net.layers[4].register_forward_pre_hook(look)
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         for _ in range(10):
             train(net, optimizer, 1)
             schedule_of.step()
@@ -110,7 +110,9 @@ def test_state_can_be_looked_at_saved_and_loaded_while_it_is_away() -> None:
         handle = net.layers[4].register_forward_pre_hook(look)
         with ExitStack() as stack:
             if budget is not None:
-                tide = stack.enter_context(lowtide.fit(net, optimizer, budget=budget))
+                tide = stack.enter_context(
+                    lowtide.fit(net, optimizer, policy="autoswap", budget=budget)
+                )
             for found_at in range(12):
                 train(net, optimizer, 1)
                 if found_at == 6:
@@ -152,7 +154,7 @@ def test_parameters_may_be_added_and_optimizers_made_anew() -> None:
     plain, optimizer = make()
     run(plain, optimizer)
     net, optimizer = make()
-    with lowtide.fit(net, budget=0.5) as tide:
+    with lowtide.fit(net, policy="autoswap", budget=0.5) as tide:
         run(net, optimizer)
     assert same(net, plain)
     assert modes(tide)[7] is Mode.PLANNED
@@ -169,7 +171,7 @@ def test_shapes_in_turn_have_a_plan_each() -> None:
     plain, optimizer = make()
     run(plain, optimizer)
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         run(net, optimizer)
     assert same(net, plain)
     assert tide._budgeted is not None
@@ -201,7 +203,7 @@ def test_a_step_that_departs_loses_nothing() -> None:
     plain, optimizer = make()
     run(plain, optimizer)
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         run(net, optimizer)
     assert same(net, plain)
     assert Mode.DEPARTED in modes(tide)
@@ -221,7 +223,7 @@ def test_a_saved_tensor_modified_in_place_is_told_as_ever() -> None:
     net, optimizer = make()
     expected = broken(net)
     assert "modified by an inplace operation" in expected
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         train(net, optimizer, 4)
         assert broken(net) == expected
 
@@ -239,7 +241,7 @@ def test_what_the_program_keeps_this_time_stays() -> None:
             copies.append(output.detach().clone())
 
     handles = [layer.register_forward_hook(keep) for layer in net.layers]
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         for _ in range(10):
             loss = net(torch.randn(32, 64)).square().mean()
             assert all(map(torch.equal, kept, copies))
@@ -305,7 +307,7 @@ def test_the_peak_is_the_planned_one(budget: float, monkeypatch: pytest.MonkeyPa
         optimizer.zero_grad()
 
     step()
-    with lowtide.fit(net, optimizer, budget=budget) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=budget) as tide:
         for _ in range(5):
             step()
         gc.collect()
@@ -330,7 +332,7 @@ def test_a_graph_that_outlives_the_block_still_has_what_it_saved() -> None:
     net(x).square().mean().backward()
     expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         before = copy.deepcopy(net.state_dict())
         train(net, optimizer, 4)
         net.load_state_dict(before)
@@ -357,7 +359,7 @@ def test_a_full_disk_keeps_everything_where_it_is(monkeypatch: pytest.MonkeyPatc
         _write(file, memory, offset)
 
     monkeypatch.setattr(file_tier, "_write", write)
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         train(net, optimizer, 10)
     assert len(written) > 12
     assert same(net, plain)
@@ -370,7 +372,7 @@ def test_no_more_than_the_host_budget_is_taken() -> None:
     train(plain, optimizer, 8)
     net, optimizer = make()
     torch.manual_seed(1)
-    with lowtide.fit(net, optimizer, budget=0.5, host_budget="64KiB") as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5, host_budget="64KiB") as tide:
         train(net, optimizer, 8)
         assert tide._budgeted is not None
         assert 0 < tide._budgeted.summary().below_bytes <= 64 << 10
@@ -379,7 +381,7 @@ def test_no_more_than_the_host_budget_is_taken() -> None:
 
 def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can() -> None:
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget="1KiB"):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget="1KiB"):
         refused = r"the budget is 1\.00 KiB .* cannot go below"
         with pytest.raises(lowtide.LowtideError, match=refused):
             train(net, optimizer, 4)
@@ -392,21 +394,21 @@ def test_bad_arguments_are_one_line() -> None:
         lowtide.fit(net, optimizer, budget=0.5, policy="magic")
     with (
         pytest.raises(lowtide.BadInput, match="'much' is no budget"),
-        lowtide.fit(net, optimizer, budget="much"),
+        lowtide.fit(net, optimizer, policy="autoswap", budget="much"),
     ):
         pass
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with (
         hooks,
         pytest.raises(lowtide.BadInput, match="hooks on saved tensors are there already"),
-        lowtide.fit(net, optimizer, budget=0.5),
+        lowtide.fit(net, optimizer, policy="autoswap", budget=0.5),
     ):
         pass
 
 
 def test_a_roomy_budget_moves_nothing() -> None:
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget="1GiB") as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget="1GiB") as tide:
         train(net, optimizer, 4)
     assert not swaps(tide)
     assert re.search(r"2 crude, 1 traced, 1 planned", tide.summary())

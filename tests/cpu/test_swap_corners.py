@@ -32,7 +32,7 @@ def both(loop: Loop, kind: str = "adamw") -> Tide:
     loop(plain, optimizer)
     net, optimizer = make(kind)
     torch.manual_seed(1)
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         loop(net, optimizer)
     assert same(net, plain)
     assert torch.ones(2).add(1).sum() == 4  # PyTorch itself is in order
@@ -72,7 +72,7 @@ def test_optimizers_that_step_inside_backward() -> None:
     loop(plain, optimizer)
     net, optimizer = make()
     torch.manual_seed(1)
-    with lowtide.fit(budget=0.5):
+    with lowtide.fit(policy="autoswap", budget=0.5):
         loop(net, optimizer)
     assert same(net, plain)
     assert not torch._C._len_torch_dispatch_stack()
@@ -139,7 +139,7 @@ def test_hooks_after_a_step_see_the_whole_optimizer() -> None:
 
 def test_a_step_that_raises_leaves_the_optimizer_whole() -> None:
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         train(net, optimizer, 5)
         net(torch.randn(32, 64)).square().mean().backward()
         last = [*net.parameters()][-1]
@@ -160,7 +160,7 @@ def test_every_optimizer_that_is_parted_is_the_same_in_pieces(kind: Any) -> None
         if budget is None:
             train(net, optimizer, 7)
         else:
-            with lowtide.fit(net, optimizer, budget=budget) as tide:
+            with lowtide.fit(net, optimizer, policy="autoswap", budget=budget) as tide:
                 train(net, optimizer, 7)
             assert modes(tide)[-1] is Mode.PLANNED
         return net
@@ -185,7 +185,7 @@ def test_state_that_cannot_move_stays() -> None:
         loss.backward()
         return loss
 
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         for _ in range(6):
             optimizer.step(closure)
 
@@ -193,7 +193,7 @@ def test_state_that_cannot_move_stays() -> None:
 def test_memory_that_other_processes_share_stays() -> None:
     net, optimizer = make()
     x = torch.randn(32, 64).share_memory_()
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         for _ in range(6):
             (net(x.clone().share_memory_()) * x).mean().backward()
             optimizer.step()
@@ -203,7 +203,7 @@ def test_memory_that_other_processes_share_stays() -> None:
 def test_sparse_tensors_and_empty_steps() -> None:
     net, optimizer = make()
     sparse = torch.eye(32).to_sparse()
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         for _ in range(4):
             optimizer.step()  # no gradient yet
         for _ in range(6):
@@ -214,7 +214,7 @@ def test_sparse_tensors_and_empty_steps() -> None:
 
 def test_nothing_stays_on_optimizers_and_nothing_of_them_here() -> None:
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         train(net, optimizer, 6)
     assert not optimizer._optimizer_state_dict_pre_hooks
     assert not optimizer._optimizer_load_state_dict_pre_hooks
@@ -235,7 +235,7 @@ def test_a_leaf_that_got_other_data_gives_what_it_has_now() -> None:
 
     net, optimizer = make()
     expected = gradient(net)
-    with lowtide.fit(net, optimizer, budget=0.5):
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
         train(net, optimizer, 4)
         assert torch.equal(gradient(net), expected)
 
@@ -278,7 +278,7 @@ def test_handles_that_die_in_a_collection_anywhere_block_nobody() -> None:
     done = threading.Event()
 
     def work() -> None:
-        with lowtide.fit(net, optimizer, budget=0.5):
+        with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5):
             for _ in range(12):
                 train(net, optimizer, 1)
                 loop: list[Any] = [net(torch.randn(32, 64)).square().mean()]
@@ -304,7 +304,7 @@ def test_state_that_the_optimizer_replaces_is_not_kept() -> None:
                 state["exp_avg"] = state["exp_avg"].clone()
 
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget=0.5) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5) as tide:
         loop(net, optimizer)
         assert len(states_away(tide)) <= 10
         assert tide._budgeted is not None
@@ -360,7 +360,7 @@ def test_a_plan_counts_on_no_more_than_the_tier_gives(monkeypatch: pytest.Monkey
     monkeypatch.setattr(budgeting, "PinnedTier", pinned)
     monkeypatch.setattr(budgeting, "available_bytes", lambda: 1 << 20)
     net, optimizer = make()
-    with lowtide.fit(net, optimizer, budget=0.5, pool=False) as tide:
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.5, pool=False) as tide:
         budgeted = tide._budgeted
         assert budgeted is not None
         budgeted._device = torch.device("cuda", 0)

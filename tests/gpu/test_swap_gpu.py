@@ -40,7 +40,7 @@ def test_windows_held_open_change_no_bit(
     model, optimizer = make()
     monkeypatch.setattr(budgeting, "autoswap", everything)
     hold_open(late, monkeypatch)
-    with lowtide.fit(model, optimizer, budget=0.3, pool=pool) as tide:
+    with lowtide.fit(model, optimizer, policy="autoswap", budget=0.3, pool=pool) as tide:
         found = losses(model, optimizer, 12)
     assert len(plan_of(tide).swaps) > 20
     assert any(swap.until >= swap.after + 1 for swap in plan_of(tide).swaps)
@@ -56,7 +56,7 @@ def test_the_peak_is_the_planned_one_and_little_is_pinned() -> None:
         train(model, optimizer, 2048, 2048)
 
     step()
-    with lowtide.fit(model, optimizer, budget=0.7, pool=False) as tide:
+    with lowtide.fit(model, optimizer, policy="autoswap", budget=0.7, pool=False) as tide:
         for _ in range(4):
             step()
         torch.cuda.reset_peak_memory_stats()
@@ -95,7 +95,7 @@ def test_state_that_is_away_is_on_the_device_for_who_looks(
         if not fitted:
             losses(model, optimizer, 8)
             return sums
-        with lowtide.fit(model, optimizer, budget=0.5) as tide:
+        with lowtide.fit(model, optimizer, policy="autoswap", budget=0.5) as tide:
             losses(model, optimizer, 8)
         assert away
         return sums
@@ -111,7 +111,7 @@ def test_state_that_is_away_is_on_the_device_for_who_looks(
 def test_leaving_unlocks_the_host_memory() -> None:
     model, optimizer = make()
     for _ in range(2):  # registering the same pages twice would fail
-        with lowtide.fit(model, optimizer, budget=0.8, pool=False):
+        with lowtide.fit(model, optimizer, policy="autoswap", budget=0.8, pool=False):
             losses(model, optimizer, 5)
     held = torch.cuda.memory_allocated()
     del model, optimizer
@@ -121,7 +121,7 @@ def test_leaving_unlocks_the_host_memory() -> None:
 def test_leaving_leaves_no_arena_behind() -> None:
     """Optimizer state comes back into it, and would hold all of it."""
     model, optimizer = make(2048)
-    with lowtide.fit(model, optimizer, budget=0.5) as tide:
+    with lowtide.fit(model, optimizer, policy="autoswap", budget=0.5) as tide:
         for _ in range(12):
             train(model, optimizer, 2048, 2048)
         assert tide._pool is not None

@@ -106,10 +106,10 @@ def trace_command(
 )
 @click.option(
     "--policy",
-    default="autoswap",
+    default="tide",
     show_default=True,
-    help="How: autoswap plans from a traced step and swaps; delta decides op by op, from the first "
-    "step on, and also recomputes; tide does so by a plan; dtr and delta-as-published compare.",
+    help="How: tide swaps and recomputes, op by op at first and then by a plan; delta does without "
+    "a plan; autoswap plans, and only swaps; dtr and delta-as-published are there to compare with.",
 )
 @click.option("--host-budget", help="The most main memory to pin for what is swapped.")
 @click.option(

@@ -29,13 +29,12 @@ from lowtide._policy.ground import Runtime
 from lowtide._policy.tide import tide
 from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.plan_html import Measured, render_plan
-from lowtide._report.status_text import render_status
 from lowtide._report.swap_text import SwapSummary
+from lowtide._runtime.awaited import Awaited
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
-from lowtide._runtime.delta.planned import Mode as PlannedMode
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.holdings import device_of, parameters, persistent, trained
 from lowtide._runtime.swap.driver import Driver
@@ -44,9 +43,10 @@ from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
 from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.pinned_tier import PinnedTier
-from lowtide._runtime.swap.saved import Saved
+from lowtide._runtime.swap.saved import Saved, Unwatched
 from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
+from lowtide._runtime.told import summarize, tell_status
 
 TIDE = "tide"  # DELTA's driver, with plans
 POLICIES = (TIDE, "autoswap", *DYNAMIC)
@@ -92,25 +92,14 @@ class Budgeted:
         self._tiers: dict[torch.device, Tier] = {}
         self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
         self._dynamic: Dynamic | None = None
-        if policy in (TIDE, *DYNAMIC):
-            if budget == FREE:
-                raise BadInput(f"policy {policy} needs a budget in bytes or as a share: give one")
-            if self._device is None:
-                self._device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-            self._dynamic = Dynamic(
-                self._device,
-                self._bytes,
-                "delta" if policy == TIDE else policy,
-                verify,
-                self._speed,
-                lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
-                Planned(self._plan_tide, tell) if policy == TIDE else None,
-                lambda: load_gate(tell),
-            )
-        if self._dynamic is not None:
-            self._saved = Saved(self._tier, self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
-        else:
-            self._saved = Saved(self._tier, self._driver, _SMALLEST)
+        self._awaited: Awaited | None = None  # the device, where steps are watched op by op
+        self._policy, self._verify, self._tell = policy, verify, tell
+        if policy == TIDE and budget == FREE:
+            self._policy = "autoswap"  # which knows what swapping costs no time
+        elif policy in DYNAMIC and budget == FREE:
+            raise BadInput(f"policy {policy} needs a budget in bytes or as a share: give one")
+        is_dynamic = self._policy in (TIDE, *DYNAMIC)
+        self._saved = Saved(self._tier, Unwatched() if is_dynamic else self._driver, _SMALLEST)
         self._known: WeakSet[Optimizer] = WeakSet()  # those whose state is watched
         self._undo = ExitStack()
         self._measured_peak = 0
@@ -122,11 +111,34 @@ class Budgeted:
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
         if not self._saved.install(undo):
             raise BadInput("hooks on saved tensors are there already: enter lowtide.fit first")
-        if self._dynamic is not None:
-            self._dynamic.start(self._saved, optimizers)
+        if is_dynamic:
+            self._awaited = Awaited(self._begin, undo)
+            self._awaited.is_on(self._device or _device_in_use())
+
+    def _begin(self, device: torch.device) -> None:
+        """Watch every op, now that the device is known."""
+        self._device = device
+        self._dynamic = Dynamic(
+            device,
+            self._bytes,
+            "delta" if self._policy == TIDE else self._policy,
+            self._verify,
+            self._speed,
+            lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
+            Planned(self._plan_tide, self._tell) if self._policy == TIDE else None,
+            lambda: load_gate(self._tell),
+        )
+        self._saved.watch(self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
+        self._dynamic.start(self._saved, self._given)
+
+    def waits(self) -> bool:
+        """For a model that runs, to know the device."""
+        return self._dynamic is None and self._awaited is not None
 
     def mark(self) -> None:
         """A step is over."""
+        if self.waits():
+            return
         if self._dynamic is not None:
             with self._saved:
                 self._dynamic.mark()
@@ -187,57 +199,13 @@ class Budgeted:
 
     def status(self) -> str:
         """The last step in one line."""
-        dynamic = self._dynamic
-        if dynamic is None:
-            script = self._driver.following.script
-            mode = str(self._driver.modes[-1]) if self._driver.modes else ""
-            step, peak = self._driver.steps.total(), 0
-        else:
-            planned = dynamic.planned
-            script = None if planned is None else planned.following.script
-            mode = str(planned.modes[-1]) if planned is not None and planned.modes else "dynamic"
-            step, peak = dynamic.steps, dynamic.peaks[-1] if dynamic.peaks else 0
-        by_plan = script is not None and mode == PlannedMode.PLANNED and len(script.seconds) > 0
-        return render_status(
-            step=step,
-            mode=mode,
-            peak_bytes=peak,
-            budget_bytes=self._bytes or 0,
-            seconds=script.seconds[-1] if script is not None and by_plan else 0.0,
-            plain_seconds=script.plan.plain_seconds if script is not None and by_plan else 0.0,
-        )
+        return tell_status(self._driver, self._dynamic, self._bytes)
 
     def dynamic_summary(self) -> DeltaSummary | None:
-        """What was seen where there is no plan."""
-        dynamic = self._dynamic
-        if dynamic is None:
+        """What was seen where steps are watched op by op."""
+        if self._dynamic is None:
             return None
-        counts = dynamic.room.counts
-        planned = dynamic.planned
-        script = None if planned is None else planned.main_script()
-        return DeltaSummary(
-            policy=dynamic.room.policy if planned is None else TIDE,
-            modes="" if planned is None else in_words(planned.steps, PlannedMode),
-            plan=None if script is None else script.plan,
-            seconds=0.0 if script is None else median(script.seconds or (0.0,)),
-            budget_bytes=self._bytes,
-            steps=dynamic.steps,
-            peak_bytes=max(dynamic.peaks, default=0),
-            plain_peak_bytes=dynamic.plain_peak,
-            dropped=counts["dropped"],
-            dropped_bytes=counts["dropped bytes"],
-            swapped=counts["swapped"],
-            swapped_bytes=counts["swapped bytes"],
-            replayed_ops=dynamic.replayer.calls,
-            replayed_seconds=dynamic.replayer.seconds,
-            checked=counts["checked"],
-            demoted=len(dynamic.trust.wrong),
-            out_of_memory=counts["out of memory"],
-            made_do=counts["made do"],
-            flushes=dynamic.cap.flushes,
-            ops=dynamic.seer.ops,
-            driver_seconds=dynamic.seer.own_seconds_per_op(),
-        )
+        return summarize(self._dynamic, self._policy, self._bytes)
 
     def _speed(self) -> float:
         """Bytes a second to the tier below."""
@@ -274,6 +242,8 @@ class Budgeted:
 
     def _tier(self, device: torch.device) -> Tier | None:
         """What lies below `device`, if it is the one under a budget."""
+        if self.waits():
+            return None
         if self._device is None and (device.type != "cpu" or not torch.cuda.is_initialized()):
             self._device = device
         if device != self._device:
@@ -295,6 +265,8 @@ class Budgeted:
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._watch(optimizer)
+            if self._awaited is not None:
+                self._awaited.is_on(device_of(trained(optimizer)))
         driver = self._driver if self._dynamic is None else self._dynamic
         with self._saved:
             driver.stepping(optimizer, (*args[1:], *kwargs.values()))
@@ -395,3 +367,10 @@ class Budgeted:
             positions=sorted(set(observed.positions)),
             smallest=_SMALLEST,
         )
+
+
+def _device_in_use() -> torch.device | None:
+    """None: there is a GPU, and nobody has used it yet."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return None if torch.cuda.is_available() else torch.device("cpu")

@@ -32,7 +32,7 @@ def fit(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
     budget: str | float | None = None,
-    policy: str = "autoswap",
+    policy: str = "tide",
     verify: str = "first",
     pool: bool = True,
     host_budget: str | int | None = None,
@@ -41,17 +41,17 @@ def fit(
     """Train in less memory while the block lasts.
 
     `budget` is what the device may hold, in bytes (`"16GiB"`) or as a share of what plain training
-    peaks at (0.5); `"free"` is as little as costs no time. The first steps are watched; then what
-    is idle for long enough leaves the device and comes back in time, as `policy` plans it: to
-    pinned main memory, of which it takes at most `host_budget`, or on a machine without a GPU to
-    a file in `folder`.
+    peaks at (0.5); `"free"` is as little as costs no time (which is planned as by "autoswap"). What
+    there is no room for leaves the device and comes back in time: to pinned main memory, of which
+    it takes at most `host_budget`, or on a machine without a GPU to a file in `folder`; or it is
+    dropped and made again.
 
-    With policy "autoswap" that is planned from a traced step. With "delta" it is decided op by op
-    from the first one on, and values are also recomputed, if that costs less than the transfer
-    that cannot be hidden; a recipe is relied on once its result was compared with the original
-    (`verify="first"`; "always" compares each, "never" none). "tide" begins like "delta", traces a
-    step, and goes on by a plan that swaps and recomputes. "dtr" only recomputes and
-    "delta-as-published" does what that system's code does: they are there to compare with.
+    With policy "delta" that is decided op by op, from the first one on: values are recomputed if
+    that costs less than the transfer that cannot be hidden; a recipe is relied on once its result
+    was compared with the original (`verify="first"`; "always" compares each, "never" none). "tide"
+    begins like that, traces a step, and goes on by a plan. "autoswap" only swaps, by a plan; before
+    there is one, a budget may be exceeded. "dtr" only recomputes and "delta-as-published" does what
+    that system's code does: they are there to compare with.
 
     `pool` lays each step's memory out so that nothing is lost to fragments; the model, the loop
     and every bit of the result stay as they are. `optimizer` tells where a step ends (without it:
@@ -87,7 +87,7 @@ class Tide:
         pool: bool,
         tell: Callable[[str], None],
         budget: str | float | None = None,
-        policy: str = "autoswap",
+        policy: str = "tide",
         verify: str = "first",
         host_budget: str | int | None = None,
         folder: Path | None = None,
@@ -167,6 +167,8 @@ class Tide:
             dynamic = self._budgeted.dynamic_summary()
             if dynamic is not None:
                 parts.append(render_delta(dynamic))
+            elif self._budgeted.waits():
+                parts.append("budget: not used so far: no model has run on a GPU, and none stepped")
             else:
                 parts.append(render_swap(self._budgeted.summary()))
         if self._pool is not None and self._place is not None:

@@ -17,7 +17,7 @@ def run_script(
     tell: Callable[[str], None],
     *,
     budget: str | None = None,
-    policy: str = "autoswap",
+    policy: str = "tide",
     host_budget: str | None = None,
     folder: Path | None = None,
     live: Callable[[str], None] | None = None,

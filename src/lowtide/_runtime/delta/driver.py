@@ -20,17 +20,17 @@ from lowtide._runtime.delta.planned import Mode, Planned
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.delta.room import PUBLISHED, Room
 from lowtide._runtime.delta.see import Seer
+from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.tier import Tier
+from lowtide._units import format_bytes
 
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
-_LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
 _PLENTY = 0.3  # ... that is free: an optimizer's step has room
-_LOOSE_STEPS = 2  # in a row, until then
 
 
 class Dynamic:
@@ -73,16 +73,12 @@ class Dynamic:
             planned.write_down = self._write_down
             self.room.spare = planned.let_go
         self._mode: SeeingMode | None = None
-        self._loose_steps = 0
+        self._tally = Tally()
         self._was_lax = False  # at some time in this step
         self._at_step = 0  # the number of the op that would have been next when one stepped
         self._unseen_step = False  # an optimizer is at it, and the mode is off
         self._garbage = Garbage()
         self.has_trained = False
-        self._saves = self._saved_bytes = 0  # of this step
-        self._shape = self._known_shape = 0  # what it saved, in a number; and the last one
-        self._known_bytes = 0  # what the last step that was watched saved
-        self._known_peak = 0  # ... and held
         self._at: dict[int, int] = {}  # the place of each cell in their row
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
         self.plain_peak = 0
@@ -98,7 +94,21 @@ class Dynamic:
         if self.ledger.device.type == "cuda":
             self.room.know_speed()  # measuring takes memory, too
         self._push()
+        self._refuse_what_cannot_be()
         self.set_budget(self.room.budget)
+
+    def _refuse_what_cannot_be(self) -> None:
+        """Before the first step, if what is there already is too much."""
+        budget = self.room.budget
+        if budget is None or self._mode is None:
+            return
+        stays = self.ledger.held - self.idle.bytes()
+        if stays > budget:
+            self._pop()
+            raise OutOfBudget(
+                f"the budget is {format_bytes(budget)} ({budget} bytes), but {format_bytes(stays)} "
+                f"({stays} bytes) are held before the first step, weights and all, and stay"
+            )
 
     def set_budget(self, budget: int | None) -> None:
         """Hold that from now on."""
@@ -110,8 +120,7 @@ class Dynamic:
     def _push(self) -> None:
         if self._mode is None and is_calm():
             self.ledger.admit_existing()
-            self._mode = SeeingMode(self.seer.see)
-            self._mode.begin()
+            self._enter()
 
     def _pop(self) -> None:
         """Nobody sees when an op runs out of memory: PyTorch is not to be held to the budget."""
@@ -148,8 +157,8 @@ class Dynamic:
         else:
             self._look()
         if self.planned is not None:
-            self.planned.begin(self._saves, watched=self._mode is not None)
-        self._saves = self._saved_bytes = self._shape = 0
+            self.planned.begin(self._tally.saves, watched=self._mode is not None)
+        self._tally.begin()
         self.room.cells = [cell for cell in self.room.cells if cell.wanted()]
         self.room.forget_order()
         self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
@@ -179,8 +188,7 @@ class Dynamic:
                 self._enter()
 
     def _begin_planned(self, planned: Planned) -> None:
-        mode = self._mode
-        if self.room.budget is not None and mode is not None and mode.is_on_top():
+        if self.room.budget is not None and self._mode is not None and self._mode.is_on_top():
             self._leave()
             try:
                 planned.pop_stray()
@@ -218,33 +226,28 @@ class Dynamic:
 
     def _look(self) -> None:
         """A step that was watched: is that worth its while?"""
-        ledger = self.ledger
-        budget = self.room.budget
+        ledger, budget = self.ledger, self.room.budget
         was_lax, self._was_lax = self._was_lax, False
         if was_lax:  # nobody has counted all of it: it was a step like those before
-            self.peaks.append(self._known_peak)
+            self.peaks.append(self._tally.known_peak)
             return
         self.plain_peak = max(self.plain_peak, ledger.plain_peak)
         if budget is not None:  # a share is not known in the first step
             self.peaks.append(ledger.peak)
-        if not self._saves:
+        if not self._tally.saves:
             return  # an evaluation
         self.has_trained = True
-        loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
-        loose = loose and self._shape == self._known_shape  # another step may need more
-        self._known_shape = self._shape
-        self._loose_steps = self._loose_steps + 1 if loose else 0
-        self._known_bytes, self._known_peak = self._saved_bytes, ledger.peak
+        loose = self._tally.watched(ledger, budget)
         if budget is not None and (self.planned is None or not self.planned.following.scripts):
             self.room.margin = self.cap.margin(budget)  # a plan was made for the one there was
-        if self._loose_steps >= _LOOSE_STEPS and is_calm():
+        if loose and is_calm():
             self._pop()
 
     def _look_again(self) -> None:
         """A step that was not watched: if it was another one than those before, the next is."""
-        self.peaks.append(self._known_peak)
-        if self._shape != self._known_shape and is_calm():
-            self._loose_steps = 0
+        self.peaks.append(self._tally.known_peak)
+        if self._tally.is_another() and is_calm():
+            self._tally.watch_again()
             self._push()
             self.set_budget(self.room.budget)
 
@@ -261,12 +264,10 @@ class Dynamic:
         """A tensor was saved."""
         self._see_again()
         self._begin_own()
-        number = self._saves
-        self._saves += 1
-        self._shape = hash((self._shape, handle.bytes))
+        number = self._tally.save(handle.bytes)
         cell = handle.cell
         if isinstance(cell, DeltaCell) and cell.handles == 1:
-            self._saved_bytes += cell.bytes
+            self._tally.add_storage(cell.bytes)
             if self._mode is None:
                 self._guess()
             elif cell.value is not None and cell.value.call is not None:
@@ -283,9 +284,9 @@ class Dynamic:
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
-        more = self._saved_bytes - self._known_bytes
+        more = self._tally.more()
         if more > 0 and self.room.budget is not None:
-            self.ledger.held = self._known_peak + more - self.ledger.away
+            self.ledger.held = self._tally.known_peak + more - self.ledger.away
             with suppress(OutOfBudget):  # it was only a guess
                 self.room.make(0)
 

@@ -166,6 +166,10 @@ class IdleState:
             if before and self._likeness() != before:
                 self.changed()
 
+    def bytes(self) -> int:
+        """Of what is on the device and could leave."""
+        return sum(tensor.untyped_storage().nbytes() for tensor, _, _ in self.optimizers.movable())
+
     def _likeness(self) -> list[tuple[int, int, int]]:
         return [(cell.bytes, cell.owner, cell.piece) for cell in self.optimizers.cells]
 

@@ -31,6 +31,19 @@ class Watcher(Protocol):
         """Backward gets it, as `tensor`."""
 
 
+class Unwatched:
+    """Nobody decides yet."""
+
+    def packed(self, handle: "Handle") -> None:
+        """Nothing."""
+
+    def unpacking(self, handle: "Handle") -> None:
+        """Nothing."""
+
+    def unpacked(self, handle: "Handle", tensor: torch.Tensor) -> None:
+        """Nothing."""
+
+
 class Handle:
     """What PyTorch keeps in place of a saved tensor."""
 
@@ -86,6 +99,15 @@ class Saved:
         self._lock = threading.RLock()  # backward may run in several threads
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
+
+    def watch(
+        self,
+        watcher: Watcher,
+        smallest: int,
+        make_cell: Callable[[torch.UntypedStorage, Tier], Cell],
+    ) -> None:
+        """From now on he decides."""
+        self._watcher, self._smallest, self._make_cell = watcher, smallest, make_cell
 
     def install(self, undo: ExitStack) -> bool:
         """Hook until `undo`. False: the program has hooks of its own, which stay in charge."""

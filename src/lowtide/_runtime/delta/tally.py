@@ -1,0 +1,53 @@
+"""What a step saves, in numbers: whether steps are alike, and so small that nobody need look."""
+
+from lowtide._runtime.delta.ledger import Ledger
+
+_LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
+_LOOSE_STEPS = 2  # in a row, until then
+
+
+class Tally:
+    """Of this step so far, and of the last one that was watched."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+        self._bytes = 0
+        self._shape = self._known_shape = 0  # what it saved, in a number
+        self._known_bytes = 0
+        self.known_peak = 0  # what it held
+        self._loose_steps = 0
+
+    def save(self, count: int) -> int:
+        """A tensor of so many bytes was saved, as the how-manieth."""
+        self._shape = hash((self._shape, count))
+        self.saves += 1
+        return self.saves - 1
+
+    def add_storage(self, count: int) -> None:
+        """It lay in a storage of so many bytes that was not saved yet."""
+        self._bytes += count
+
+    def more(self) -> int:
+        """Bytes that this step saved beyond what is known."""
+        return self._bytes - self._known_bytes
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.saves = self._bytes = self._shape = 0
+
+    def is_another(self) -> bool:
+        """Whether the step that ends was none like the one that is known."""
+        return self._shape != self._known_shape
+
+    def watched(self, ledger: Ledger, budget: int | None) -> bool:
+        """A step that was watched ends: whether those to come need not be."""
+        loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
+        loose = loose and not self.is_another()  # which may need more
+        self._known_shape, self._known_bytes = self._shape, self._bytes
+        self.known_peak = ledger.peak
+        self._loose_steps = self._loose_steps + 1 if loose else 0
+        return self._loose_steps >= _LOOSE_STEPS
+
+    def watch_again(self) -> None:
+        """Steps are, from the next one on."""
+        self._loose_steps = 0
