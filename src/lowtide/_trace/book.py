@@ -124,13 +124,16 @@ class Book:
             self._live[key] = _Live(value, version, watch)
             self._others[value] += 1
 
-    def belongs(self, tensor: torch.Tensor, size: int, device: torch.device) -> None:
+    def belongs(self, tensor: torch.Tensor, size: int, device: torch.device, *, away: bool) -> None:
         """What `tensor` shows, from before the recording, is at home on `device`, in `size` bytes.
 
-        Where it is now it was only moved to.
+        If it is `away`, it was only moved to where it is now. Others that lie there, too, may count
+        versions of their own: `tensor` is the one that is written to.
         """
         entry = self.entries[self.shown(tensor)]
-        entry.bytes, entry.device, entry.away = size, str(device), True
+        self._live[tensor.untyped_storage()._cdata].expected_version = version_of(tensor)
+        if away:
+            entry.bytes, entry.device, entry.away = size, str(device), True
 
     def shown(self, tensor: torch.Tensor) -> int:
         """The value that `tensor` shows, entering it if need be.

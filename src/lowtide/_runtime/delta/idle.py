@@ -173,14 +173,6 @@ class IdleState:
     def _likeness(self) -> list[tuple[int, int, int]]:
         return [(cell.bytes, cell.owner, cell.piece) for cell in self.optimizers.cells]
 
-    def away(self) -> list[tuple[torch.Tensor, int, torch.device]]:
-        """Tensors that lie below: their bytes, and where they are at home."""
-        return [
-            (tensor, cell.bytes, cell.home())
-            for cell in self.optimizers.cells
-            if cell.state in _AWAY and (tensor := cell.tensor()) is not None
-        ]
-
     def do(self, action: Action, *, waits: bool, has: Callable[[int], bool]) -> bool:
         """What a plan says; `has`: whether so much may come back. False: not yet."""
         if self._planned is not None:

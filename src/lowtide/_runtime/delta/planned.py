@@ -104,7 +104,7 @@ class Planned:
         self.mode = Mode.TRACED
         self.following.agrees = False
         self.observer = Observer()
-        self.observer.begin(self.idle.away())
+        self.observer.begin(self.idle.optimizers.cells)
 
     def learn(self) -> None:
         """The traced step has ended: plan those like it."""

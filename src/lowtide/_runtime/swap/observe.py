@@ -9,10 +9,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide._ir import OpIndex, Trace, ValueId
-from lowtide._runtime.swap.cell import Cell
+from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.quiet import is_calm
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import Observed
+from lowtide._runtime.swap.states import StateCell
 from lowtide._trace.cut import cut
 from lowtide._trace.record import Recorder
 from lowtide._trace.workspace import with_cpu_workspace
@@ -36,12 +37,15 @@ class Observer:
         """Whether a mode pushed now stays until it is popped, and is the only one."""
         return is_calm() and not torch._C._len_torch_dispatch_stack()
 
-    def begin(self, away: Iterable[tuple[torch.Tensor, int, torch.device]] = ()) -> None:
-        """The step begins. `away` is what lies elsewhere: its bytes, and where it is at home."""
+    def begin(self, cells: Iterable[StateCell] = ()) -> None:
+        """The step begins. `cells` have state that may be elsewhere than where it belongs."""
         self._thread = threading.get_ident()
         self._recorder.__enter__()
-        for tensor, size, device in away:
-            self._recorder.book.belongs(tensor, size, device)
+        for cell in cells:
+            tensor = cell.tensor()
+            if tensor is not None:
+                away = cell.state in (State.AWAY, State.COMING)
+                self._recorder.book.belongs(tensor, cell.bytes, cell.home(), away=away)
 
     def can_finish(self) -> bool:
         """Whether the mode that was pushed is the one that would be popped."""
