@@ -1,7 +1,10 @@
 """The driver that needs no plan, on a GPU: bits, streams, and what the device really reserves."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import cap
-from lowtide._runtime.delta.planned import Mode
+from lowtide._runtime.delta.planned import Mode, Planned
 
 STEPS = 4
 
@@ -101,13 +104,12 @@ def test_steps_go_by_the_plan() -> None:
     trained = make()
     with lowtide.fit(*trained, budget=int(0.5 * peak), policy="tide") as tide:
         assert wide(trained) == plain, tide.summary()
-        assert tide._budgeted is not None
-        assert tide._budgeted._dynamic is not None
-        planned = tide._budgeted._dynamic.planned
-        assert planned is not None
+        planned = planned_of(tide)
         assert list(planned.modes)[2:] == [Mode.PLANNED] * 4, tide.summary()
         script = planned.main_script()
         assert script is not None
+        assert tide._budgeted is not None
+        assert tide._budgeted._dynamic is not None
         peaks = list(tide._budgeted._dynamic.peaks)
         assert peaks[-1] == pytest.approx(script.plan.peak_bytes, rel=0.05), tide.summary()
 
@@ -135,6 +137,99 @@ def test_optimizer_state_goes_when_nothing_else_is_left(monkeypatch: pytest.Monk
         assert tide._budgeted._dynamic is not None
         assert tide._budgeted._dynamic.idle._leaves
     assert losses(trained)  # all of it is there again
+
+
+@pytest.mark.parametrize("late", [None, "out", "back", "compute", "all"])
+def test_optimizer_state_comes_and_goes_by_plan(
+    late: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with each stream held up in turn."""
+    monkeypatch.setattr(budgeting, "_PIECE", 32 * MIB)
+
+    def losses(trained: Trained) -> list[float]:
+        torch.manual_seed(1)
+        return [train(*trained, 64, 2048).item() for _ in range(12)]
+
+    trained = make(2048)
+    torch.cuda.reset_peak_memory_stats()
+    plain = losses(trained)
+    budget = int(0.7 * torch.cuda.max_memory_allocated())
+    if late is not None:
+        hold_open(late, monkeypatch)
+    trained = make(2048)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with lowtide.fit(*trained, budget=budget, policy="tide") as tide:
+        assert losses(trained) == plain, tide.summary()
+        assert torch.cuda.max_memory_reserved() <= budget, tide.summary()
+        script = planned_of(tide).main_script()
+        assert script is not None
+        assert planned_of(tide).modes[-1] is Mode.PLANNED, tide.summary()
+        states = script.observed.states
+        assert any(swap.value in states for swap in script.plan.swaps), tide.summary()
+    assert losses(trained)  # all of it is there again
+
+
+def planned_of(tide: lowtide.Tide) -> Planned:
+    assert tide._budgeted is not None
+    assert tide._budgeted._dynamic is not None
+    assert tide._budgeted._dynamic.planned is not None
+    return tide._budgeted._dynamic.planned
+
+
+def test_ops_that_a_plan_does_not_need_stay_out_of_python() -> None:
+    trained = make()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(1)
+    plain = [train(*trained, batch=16384).item() for _ in range(12)]
+    budget = int(0.5 * torch.cuda.max_memory_allocated())
+    trained = make()
+    torch.manual_seed(1)
+    with lowtide.fit(*trained, budget=budget, policy="tide") as tide:
+        assert [train(*trained, batch=16384).item() for _ in range(12)] == plain, tide.summary()
+        assert tide._budgeted is not None
+        assert tide._budgeted._dynamic is not None
+        gate = tide._budgeted._dynamic.seer._gate
+        assert gate is not None
+        assert gate.is_open
+        assert gate.passed() > 0
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+assert not torch.cuda.is_initialized()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(8):
+    loss = model(torch.randn(32768, 512, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item(), torch.cuda.max_memory_reserved())
+"""
+
+
+def test_a_script_runs_within_its_budget_from_the_first_step_on(tmp_path: Path) -> None:
+    """It is entered before the script uses CUDA, and takes nothing of it by that."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*command: str) -> tuple[str, int, str]:
+        done = subprocess.run(
+            [sys.executable, *command, str(script)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        loss, reserved = done.stdout.split()
+        return loss, int(reserved), done.stderr
+
+    plain, reserved, _ = run()
+    loss, ours, said = run("-m", "lowtide", "run", "--budget", str(reserved // 2))
+    assert (loss, ours <= reserved // 2) == (plain, True), said
+    assert "budget: tide, 8 steps: 1 dynamic, 1 traced, 6 planned" in said
 
 
 @pytest.mark.parametrize("late", ["out", "back", "compute", "all"])

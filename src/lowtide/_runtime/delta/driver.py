@@ -53,7 +53,7 @@ class Dynamic:
         self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self.seer = Seer(self.ledger, self._costs, self.room, gate)
-        self.replayer = Replayer(self.ledger, self._costs, self.room.run)
+        self.replayer = Replayer(self.ledger, self._costs, self.room)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
         self.room.surely_of = self.trust.surely

@@ -24,6 +24,15 @@ class Source:
     offset: int
     ignored: bool = False  # running statistics: written, and of no influence on the result
 
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which shows the value, shows it in this way."""
+        return (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+        )
+
     def seen_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over bytes that lie elsewhere."""
         assert storage.nbytes() >= self.value.bytes, "`set_` would make up what is missing"

@@ -11,6 +11,7 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call, Source, Value
+from lowtide._runtime.delta.room import Room, is_out_of_memory
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
@@ -19,17 +20,12 @@ _ON_DEVICE = (State.HERE, State.LEAVING, State.COMING, State.AWAY)
 
 
 class Replayer:
-    """`run` is how an op is run: with room made for it, and again if there was too little."""
+    """Every op runs with room made for it, and again if there was too little."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        costs: Costs,
-        run: Callable[..., Any],
-    ) -> None:
+    def __init__(self, ledger: Ledger, costs: Costs, room: Room) -> None:
         self._ledger = ledger
         self._costs = costs
-        self._run = run
+        self._room = room
         self.calls = 0  # made again so far
         self.seconds = 0.0  # what they are known to take
 
@@ -114,15 +110,14 @@ class Replayer:
             id(source.value) for call in calls for source in call.sources if not source.ignored
         )
         uses[id(target)] += 1
-        mine: dict[int, torch.UntypedStorage] = {}
+        mine: dict[int, torch.Tensor] = {}  # what was made on the way, by the value
         pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
         try:
             there = self._hold(calls, pinned)
             with quiet(), torch.no_grad(), torch.inference_mode(False):
                 for call in calls:
-                    given = self._given(call, mine, there)
-                    self._run_call(call, given, uses, mine, pinned, made)
-            return mine[id(target)]
+                    self._run_call(call, there, uses, mine, pinned, made)
+            return mine[id(target)].untyped_storage()
         finally:
             for cell in pinned.values():
                 cell.pinned -= 1
@@ -153,100 +148,110 @@ class Replayer:
         return there
 
     def _given(
-        self,
-        call: Call,
-        mine: dict[int, torch.UntypedStorage],
-        there: dict[int, torch.UntypedStorage],
-    ) -> list[torch.UntypedStorage | None]:
-        """The bytes of each source, on the device and going to stay there."""
-        found: list[torch.UntypedStorage | None] = []
-        for source in call.sources:
-            value = source.value
-            if source.ignored:
-                found.append(None)
-                continue
-            # Held: a cell that was there may have been let go since, but not its bytes.
-            storage = mine.get(id(value)) or there.get(id(value))
-            if storage is None:
-                cell = value.saved()
-                if cell is None:
-                    storage = value.held
-                else:
-                    cell.bring()
-                    storage = cell.storage
-            assert storage is not None, "a source of what was dropped is gone"
-            found.append(storage)
-        return found
+        self, source: Source, mine: dict[int, torch.Tensor], there: dict[int, torch.UntypedStorage]
+    ) -> torch.Tensor:
+        """What the source shows, on the device and going to stay there."""
+        value = source.value
+        if source.ignored:
+            return torch.zeros(source.size, dtype=source.dtype, device=self._ledger.device)
+        made = mine.get(id(value))
+        if made is not None:
+            return made if source.is_like(made) else source.seen_on(made.untyped_storage())
+        storage = there.get(id(value))
+        if storage is None:
+            cell = value.saved()
+            if cell is None:
+                storage = value.held
+            else:
+                cell.bring()
+                storage = cell.storage
+        assert storage is not None, "a source of what was dropped is gone"
+        return source.seen_on(storage)
 
     def _run_call(
         self,
         call: Call,
-        given: list[torch.UntypedStorage | None],
+        there: dict[int, torch.UntypedStorage],
         uses: "Counter[int]",
-        mine: dict[int, torch.UntypedStorage],
+        mine: dict[int, torch.Tensor],
         pinned: dict[int, DeltaCell],
         made: Callable[[Value, torch.UntypedStorage], None],
     ) -> None:
-        writes = dict(call.writes)
-        for at in writes:  # it is not to write where others read
+        given = [self._given(source, mine, there) for source in call.sources]
+        for at, _ in call.writes:  # it is not to write where others read
             value = call.sources[at].value
             if uses[id(value)] > 1 or id(value) not in mine:
-                bytes_there = given[at]
-                assert bytes_there is not None
-                given[at] = self._run(bytes_there.clone, value.bytes)
-                self._ledger.see(_sure(given[at]))
-        tensors = [
-            torch.zeros(source.size, dtype=source.dtype, device=call.device)
-            if storage is None
-            else source.seen_on(storage)
-            for source, storage in zip(call.sources, given, strict=True)
-        ]
-        result = self._again(call, tensors)
+                copy = self._room.run(given[at].untyped_storage().clone, value.bytes)
+                self._ledger.see(copy)
+                given[at] = call.sources[at].seen_on(copy)
+        result = self._again(call, given)
         self.calls += 1
         self.seconds += self._costs.seconds(call.cost)
         for source in call.sources:
             if not source.ignored:
-                uses[id(source.value)] -= 1
-                if not uses[id(source.value)]:
-                    mine.pop(id(source.value), None)
-                    cell = pinned.pop(id(source.value), None)
+                key = id(source.value)
+                uses[key] -= 1
+                if not uses[key]:
+                    mine.pop(key, None)
+                    cell = pinned.pop(key, None)
                     if cell is not None:
                         cell.pinned -= 1
-        results = list(tensors_in(result))
-        found = [(results[at].untyped_storage(), known()) for at, known in call.makes]
-        found += [(_sure(given[at]), known()) for at, known in call.writes]
-        for storage, remade in found:
-            self._ledger.see(storage)
-            if remade is None:
-                continue
-            made(remade, storage)
-            if uses[id(remade)]:
-                mine[id(remade)] = storage
-                cell = remade.saved()
-                if cell is not None and cell.storage is storage:
-                    _pin(cell, remade, pinned)
+        results = (result,) if type(result) is torch.Tensor else tuple(tensors_in(result))
+        found = [(results[at], known()) for at, known in call.makes]
+        found += [(given[at], known()) for at, known in call.writes]
+        for tensor, remade in found:
+            self._keep(tensor, remade, uses, mine, pinned, made)
+
+    def _keep(
+        self,
+        tensor: torch.Tensor,
+        remade: Value | None,
+        uses: "Counter[int]",
+        mine: dict[int, torch.Tensor],
+        pinned: dict[int, DeltaCell],
+        made: Callable[[Value, torch.UntypedStorage], None],
+    ) -> None:
+        """What a call has made, if somebody is going to use it."""
+        storage = tensor.untyped_storage()
+        self._ledger.see(storage)
+        if remade is None:
+            return
+        made(remade, storage)
+        if uses[id(remade)]:
+            mine[id(remade)] = tensor
+            cell = remade.saved()
+            if cell is not None and cell.storage is storage:
+                _pin(cell, remade, pinned)
 
     def _again(self, call: Call, tensors: list[torch.Tensor]) -> Any:
         """The call itself, with the random numbers that it had."""
         given = iter(tensors)
         args = _filled(call.args, given)
-        kwargs = _filled(call.kwargs, given)
-        need = self._costs.known_bytes(call.cost)
-        wish = self._costs.inside(call.cost)
+        kwargs = _filled(call.kwargs, given) if call.kwargs else call.kwargs
+        room, state = self._room, call.random
 
         def work() -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return call.func(*args, **kwargs)
+                return call.func._op(*args, **kwargs)
 
-        if call.random is None:
-            return self._run(work, need, wish=wish)
-        state = call.random
+        if room.lax and state is None:  # a plan has made room
+            failures = room.failures()
+            try:
+                result = work()
+                room.made_do(failures)
+                return result
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
 
         def work_from_state() -> Any:
+            assert state is not None
             with from_state(call.device, state):
                 return work()
 
-        return self._run(work_from_state, need, wish=wish)
+        need = self._costs.known_bytes(call.cost)
+        wish = self._costs.inside(call.cost)
+        return room.run(work if state is None else work_from_state, need, wish=wish)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -298,19 +303,18 @@ def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:
         cell.pinned += 1
 
 
-def _filled(thing: Any, tensors: Any) -> Any:
+def _filled(thing: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The captured argument, with the next tensors in place of its sources."""
-    if isinstance(thing, Source):
+    kind = type(thing)
+    if kind is Source:
         return next(tensors)
-    if isinstance(thing, tuple):
-        return tuple(_filled(item, tensors) for item in thing)
-    if isinstance(thing, list):
-        return [_filled(item, tensors) for item in thing]
-    if isinstance(thing, dict):
+    if kind is list:
+        return [_filled(item, tensors) if type(item) in _FILLED else item for item in thing]
+    if kind is tuple:
+        return tuple([_filled(item, tensors) for item in thing])
+    if kind is dict:
         return {name: _filled(item, tensors) for name, item in thing.items()}
     return thing
 
 
-def _sure(thing: Any) -> Any:
-    assert thing is not None
-    return thing
+_FILLED = {Source, list, tuple, dict}
