@@ -231,6 +231,49 @@ def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
         assert unseen[-2:] == [True, True]
 
 
+@pytest.mark.usefixtures("_unguarded")
+def test_an_optimizer_that_steps_in_pieces_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its step need not be seen."""
+    monkeypatch.setattr(Planned, "steps_parted", lambda _: True)
+
+    def use(budget: int | None) -> list[Bits]:
+        gc.collect()
+        job = heavy(rows=2048)
+        fit = lowtide.fit(job.model, job.optimizers, budget=budget or 1, policy="tide")
+        with fit if budget else nullcontext() as tide:
+            losses = [job.step() for _ in range(STEPS)]
+            if tide is not None:
+                assert planned_of(tide).room.lax
+        return bits_of([*losses, *state_of(job)])
+
+    assert find_difference(use(40 << 20), use(None)) is None
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_a_new_optimizer_of_some_of_the_parameters() -> None:
+    """It has no state yet, and begins with the same one: its pieces are its own."""
+
+    def use(budget: int | None) -> list[Bits]:
+        gc.collect()
+        job = heavy()
+        parameters = [*job.model.parameters()]
+        optimizer = job.optimizers[0]
+        job.optimizers.clear()
+        with lowtide.fit(job.model, budget=budget) if budget else nullcontext():
+            for i in range(8):
+                if i == 5:
+                    del optimizer
+                    optimizer = torch.optim.AdamW([*parameters[:4], *parameters[28:]], lr=1e-3)
+                loss = job.model(torch.randn(64, 256)).square().mean()
+                for parameter in parameters:
+                    parameter.grad = None
+                loss.backward()
+                optimizer.step()
+        return bits_of([parameter.detach() for parameter in parameters])
+
+    assert find_difference(use(15 << 20), use(None)) is None
+
+
 def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights were written to meanwhile: nothing of it is made again from them."""
     monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)

@@ -331,8 +331,9 @@ class Dynamic:
         if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
         parted = self.planned is not None and self.planned.steps_parted()
-        self.idle.stepping(optimizer, args, self.room.has, parted=parted)
-        if self._can_step_unseen(optimizer, args):
+        unseen = not parted and self._can_step_unseen(optimizer, args)
+        whole = self.idle.stepping(optimizer, args, self.room.has, parted=parted)
+        if unseen and whole:  # the last piece of one in pieces needs room as any other
             self._unseen_step = True
             self._leave()
 

@@ -5,7 +5,7 @@ backward alone, go before it. A step that could not do without its bytes says th
 cannot, either: from then on it starts to leave when the optimizer has stepped.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -90,10 +90,10 @@ class IdleState:
         has: Callable[[int], bool],
         *,
         parted: bool,
-    ) -> None:
+    ) -> bool:
         """An optimizer is about to step: as a whole if all is there, and room to compute in.
 
-        `parted`: in pieces all the same.
+        `parted`: in pieces all the same. Whether it is going to be as a whole.
         """
         self._has = has
         here = not parted and not any(cell.state in _AWAY for cell in self.optimizers.cells)
@@ -103,6 +103,7 @@ class IdleState:
         if not self.optimizers.step(optimizer, args, whole=here and room, first=not room):
             self._states = 0
             self.changed()
+        return self.optimizers.steps_whole(optimizer)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
@@ -117,7 +118,7 @@ class IdleState:
         self._by_plan = by_plan
         if self._leaves and not by_plan:
             self.admit()
-            for cell in self._free():
+            for cell in self._free(_HERE):
                 if cell.alone():
                     cell.leave()
 
@@ -130,7 +131,11 @@ class IdleState:
             self._drop_orphans()
             self.admit()
         released = []
-        for cell in self._free():
+        for cell in [] if leaving else self._free({State.COMING}):
+            if enough():
+                break
+            cell.send_back()
+        for cell in self._free(_HERE):
             if enough():
                 break
             starts = cell.state is State.LEAVING or (not leaving and cell.alone() and cell.leave())
@@ -193,11 +198,11 @@ class IdleState:
                 cell.fetch()
         return True
 
-    def _free(self) -> Iterable[StateCell]:
-        """What no optimizer is at work on."""
+    def _free(self, states: Container[State]) -> Iterable[StateCell]:
+        """Those that no optimizer is at work on."""
         for cell in self.optimizers.cells:
             at_work = (cell.owner, cell.piece) == self._at
-            if cell.state in _HERE and not at_work and self.optimizers.may_move(cell):
+            if cell.state in states and not at_work and self.optimizers.may_move(cell):
                 yield cell
 
     def _piece(self, code: int) -> None:

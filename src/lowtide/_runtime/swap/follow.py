@@ -100,9 +100,8 @@ class Follower:
         """An event: what is to be done now. None: the step is no planned one."""
         at = len(self.codes)
         self.codes.append(code)
-        if not self.agrees or not self._goes_on(at, code):
-            return None
-        assert self.script is not None
+        if not self.agrees or not self._goes_on(at, code) or self.script is None:
+            return None  # to do something may have shown that plans are of no use any more
         return self.script.actions[at]
 
     def has_late(self) -> bool:
@@ -114,6 +113,8 @@ class Follower:
         late, self._late = self._late, []
         waiting: set[int] = set()
         for action in (*late, *actions):
+            if not self.agrees:
+                return
             if not self._do(action, action.who in waiting):
                 self._late.append(action)
                 waiting.add(action.who)

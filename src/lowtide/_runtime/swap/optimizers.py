@@ -21,6 +21,8 @@ from lowtide._runtime.swap.script import STEPPING
 from lowtide._runtime.swap.states import StateCell, state_tensors
 from lowtide._runtime.swap.tier import Tier
 
+_NOBODY = -1
+
 Movable = tuple[torch.Tensor, int, int]  # a tensor, the number of its optimizer, and of its piece
 
 
@@ -44,6 +46,7 @@ class Optimizers:
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self._pieces: dict[int, list[Piece]] = {}
         self._stepping: set[int] = set()  # those that do so as a whole
+        self._others: set[int] = set()  # those that are not what they were
         self.cells: list[StateCell] = []
 
     def know(self, optimizer: Optimizer) -> None:
@@ -66,8 +69,14 @@ class Optimizers:
         self._stepping.discard(number)
         pieces = self._pieces.get(number)
         same = pieces is None or covers(pieces, optimizer)
-        if (pieces is None or not same) and (optimizer.state or first):
+        if not same:
+            pieces = None
+            del self._pieces[number]
+        if pieces is None and (optimizer.state or first):
             pieces = self._pieces[number] = pieces_of(optimizer, self._piece_bytes)
+            self._others.add(number)
+        if not same or number in self._others:
+            self._others.discard(number)
             self._put_in_pieces(optimizer, number)
         if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
             self._event(STEPPING + number * MOST_PIECES)
@@ -96,6 +105,10 @@ class Optimizers:
         """Its step is over."""
         widen(optimizer)
         self._stepping.discard(self._number(optimizer))
+
+    def steps_whole(self, optimizer: Optimizer) -> bool:
+        """Whether it is at a step that is not in pieces."""
+        return self._number(optimizer) in self._stepping
 
     def may_move(self, cell: StateCell) -> bool:
         """Not while its optimizer steps as a whole, with a closure perhaps, and needs all."""
@@ -134,7 +147,7 @@ class Optimizers:
         }
 
     def _put_in_pieces(self, optimizer: Optimizer, number: int) -> None:
-        """Its cells, by the pieces as they are now. What it does not train any more stays away."""
+        """Its cells, by the pieces as they are now; what is not its own is nobody's for now."""
         piece_of = self._piece_of(number)
         found = {
             id(thing): piece_of.get(id(parameter), MOST_PIECES)
@@ -142,8 +155,12 @@ class Optimizers:
             if isinstance(state, dict)
             for thing in state.values()
         }
-        for cell in self._of(number):
-            cell.piece = found.get(id(cell.tensor()), 0)
+        for cell in self.cells:
+            piece = found.get(id(cell.tensor()))
+            if piece is not None:
+                cell.owner, cell.piece = number, piece
+            elif cell.owner == number:
+                cell.owner, cell.piece = _NOBODY, MOST_PIECES
 
     def admit(self, tensors: Sequence[Movable]) -> None:
         """A cell for each."""
@@ -204,5 +221,7 @@ class Optimizers:
                 return number
         trained = tuple(id(p) for group in optimizer.param_groups for p in group["params"][:1])
         number = self._numbers.setdefault(trained, len(self._numbers))
+        if number in self._known:
+            self._others.add(number)
         self._known[number] = weakref.ref(optimizer)
         return number

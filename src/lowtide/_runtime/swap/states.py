@@ -84,6 +84,13 @@ class StateCell(Cell):
         self.storage = taken.untyped_storage()
         self.key = self.storage._cdata
 
+    def send_back(self) -> None:
+        """It came too early: it is still shown where its copy below is, and that is still good."""
+        assert self.state is State.COMING
+        self._wait()
+        self._let_go()
+        self.state = State.AWAY
+
     def have(self) -> None:
         """On the device and whole, for what computes next."""
         if self.state in (State.AWAY, State.COMING):
