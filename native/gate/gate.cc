@@ -31,9 +31,10 @@ using namespace c10::impl;
 
 enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2 };
 
+// Never destroyed: ops may still run when the process ends.
 std::shared_mutex guard;  // of the two below
-std::unordered_map<c10::OperatorHandle, Kind> kinds;
-std::vector<std::uint64_t> written_down;  // a bit for each op of a step
+auto& kinds = *new std::unordered_map<c10::OperatorHandle, Kind>;
+auto& written_down = *new std::vector<std::uint64_t>;  // a bit for each op of a step
 
 std::atomic<PyObject*> mode{nullptr};  // the one that would see ops; none: the gate is shut
 std::atomic<std::int64_t> next_number{0};
@@ -124,14 +125,25 @@ class Gate final : public PyInterpreterVTable {
           {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
       op.callBoxed(stack);
     } catch (const c10::Error& error) {
-      if (!is_out_of_memory(error)) throw;
+      if (!is_out_of_memory(error)) {
+        count_one(kind);
+        throw;
+      }
       stack->resize(below);
       stack->insert(stack->end(), given.begin(), given.end());
       return false;  // Python makes room
+    } catch (...) {
+      count_one(kind);
+      throw;
     }
+    count_one(kind);
+    return true;
+  }
+
+  // Ops that fail have a number, too: the program may go on after them.
+  static void count_one(Kind kind) {
     if (kind == kPlain) next_number.fetch_add(1, std::memory_order_relaxed);
     passed.fetch_add(1, std::memory_order_relaxed);
-    return true;
   }
 
   const PyInterpreterVTable* const real_;
@@ -152,8 +164,7 @@ int lowtide_gate_open(void* seeing) {
   if (interpreter == nullptr) {
     interpreter = &Modes::get_stack_at(Modes::stack_len() - 1)->pyinterpreter();
     real = interpreter->vtable_;
-    static const Gate gate(real);
-    interpreter->vtable_ = &gate;
+    interpreter->vtable_ = new Gate(real);
   }
   mode.store(static_cast<PyObject*>(seeing), std::memory_order_release);
   return 1;

@@ -1,13 +1,16 @@
 """A budget for a script that has not made its model yet, on a machine with a GPU."""
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import pytest
 import torch
 from jobs import JOBS
 from tight import Bits, bits_of, find_difference, state_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from untouched import untouched
 
 import lowtide
@@ -60,3 +63,26 @@ def test_an_optimizer_says_so_too(policy: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(budgeting, "_device_in_use", lambda: None)
     with untouched():
         assert find_difference(use(64 << 20), use(None)) is None
+
+
+@pytest.mark.parametrize("inside", [lambda: FlopCounterMode(display=False), torch.inference_mode])
+def test_it_waits_until_it_can_last(
+    inside: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is pushed within a mode of the program's would be popped in its place."""
+    monkeypatch.setattr(budgeting, "_device_in_use", lambda: None)
+    monkeypatch.setattr(awaited, "_GPU", "cpu")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    with untouched(), lowtide.fit(budget="64MiB", policy="delta") as tide:
+        assert tide._budgeted is not None
+        with inside():
+            model(torch.randn(4, 64))
+        assert tide._budgeted.waits()
+        model(torch.randn(4, 64))
+        assert not tide._budgeted.waits()
+        assert tide._budgeted._dynamic is not None
+        seen = tide._budgeted._dynamic.seer.ops
+        with inside():
+            model(torch.randn(4, 64))
+        model(torch.randn(4, 64))
+        assert tide._budgeted._dynamic.seer.ops > seen

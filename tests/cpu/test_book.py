@@ -10,7 +10,7 @@ def test_a_value_that_moves_is_still_the_same_and_known_by_where_it_belongs() ->
     book = Book()
     book.admit_existing()
     value = book.shown(tensor)
-    book.belongs(tensor, 4000, torch.device("cuda", 0), away=True)
+    book.belongs(tensor, 4000, torch.device("cuda", 0), shown=True, away=True)
     for _ in range(2):
         moved = torch.zeros(1000)
         book.move(tensor, moved.untyped_storage())
@@ -29,10 +29,11 @@ def test_a_value_that_moves_is_still_the_same_and_known_by_where_it_belongs() ->
 def test_of_several_tensors_in_one_place_the_one_that_is_written_to_counts() -> None:
     """Which of them is found first is chance."""
     tensor = torch.zeros(1000)
-    tensor.add_(1)
+    for _ in range(3):
+        tensor.add_(1)
     also = torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
     book = Book()
     value = book.shown(also)
-    book.belongs(tensor, 4000, torch.device("cpu"), away=False)
+    book.belongs(tensor, 4000, torch.device("cpu"), shown=False, away=False)
     assert book.current(tensor) == value
     assert not book.entries[value].away

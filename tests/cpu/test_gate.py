@@ -1,7 +1,7 @@
 """The gate in front of a dispatch mode: which ops still reach it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -127,6 +127,12 @@ def test_an_op_that_runs_out_of_memory_is_seen(gate: Gate) -> None:
             RuntimeError, match="cannot be multiplied"
         ):  # another error comes through at once
             torch.ones(4, 4) @ torch.ones(3, 3)
+        assert len(seen) == 1
+        four, three, number = torch.ones(4, 4), torch.ones(3, 3), gate.number
+        with suppress(RuntimeError):
+            four @ three
+        four * four
+        assert gate.number == number + 2  # what fails is counted as Python counts it
         assert len(seen) == 1
 
 

@@ -307,6 +307,64 @@ def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
+@pytest.mark.usefixtures("_unguarded")
+def test_a_plan_that_drops_as_an_optimizer_steps() -> None:
+    """What is made again from weights is made before they change, so that step is seen."""
+
+    def gradients(*, fitted: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shifts = nn.ParameterList(torch.randn(64) for _ in range(6))
+        optimizer = torch.optim.SGD(shifts.parameters(), lr=0.1)
+        rows = torch.randn(512, 64)
+
+        def loss_of() -> torch.Tensor:
+            x = rows
+            for shift in shifts:
+                x = torch.tanh(x + shift)
+            return x.square().mean()
+
+        fit = lowtide.fit(shifts, optimizer, budget="1GiB", policy="tide")
+        with fit if fitted else nullcontext() as tide:
+            loss_of().backward()
+            loss = loss_of()
+            if tide is not None:
+                drop_at_steps(tide)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.backward()
+        return [shift.grad for shift in shifts if shift.grad is not None]
+
+    def drop_at_steps(tide: lowtide.Tide) -> None:
+        planned = planned_of(tide)
+        planned.room.lax = True
+
+        def drop(_code: int) -> None:
+            for cell in planned.room.cells:
+                if cell.state is State.HERE and cell.can_go() and cell.alone():
+                    planned.room.drop(cell)
+            assert planned.room.counts["dropped"]
+
+        planned.idle.told = drop
+
+    expected = gradients(fitted=False)
+    for found, right in zip(gradients(fitted=True), expected, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_a_gate_that_cannot_be_built_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cap, "holds", True)
+    monkeypatch.setattr(Ledger, "count_unseen", lambda _: None)
+    asked: list[object] = []
+    monkeypatch.setattr(budgeting, "load_gate", asked.append)
+    budget = int(0.6 * max(plain("mlp").peaks))
+    job = JOBS["mlp"]()
+    with lowtide.fit(job.model, job.optimizers, budget=budget) as tide:
+        losses = [job.step() for _ in range(STEPS)]
+        assert planned_of(tide).room.lax
+    assert len(asked) == 1
+    assert find_difference(bits_of(losses), plain("mlp").result[:STEPS]) is None
+
+
 def test_what_was_made_before_a_step_nobody_saw_and_is_saved_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

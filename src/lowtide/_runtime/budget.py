@@ -111,9 +111,11 @@ class Budgeted:
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
         if not self._saved.install(undo):
             raise BadInput("hooks on saved tensors are there already: enter lowtide.fit first")
-        if is_dynamic:
+        device = self._device or _device_in_use()
+        if is_dynamic and device is not None:
+            self._begin(device)
+        elif is_dynamic:
             self._awaited = Awaited(self._begin, undo)
-            self._awaited.is_on(self._device or _device_in_use())
 
     def _begin(self, device: torch.device) -> None:
         """Watch every op, now that the device is known."""
@@ -373,4 +375,5 @@ def _device_in_use() -> torch.device | None:
     """None: there is a GPU, and nobody has used it yet."""
     if torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
-    return None if torch.cuda.is_available() else torch.device("cpu")
+    # Not `is_available`, which begins to use it.
+    return None if torch.cuda.device_count() else torch.device("cpu")

@@ -113,6 +113,7 @@ class Tide:
         self._live = live  # told of every step
         self._lock = threading.Lock()
         self._undo: ExitStack | None = None
+        self._undo_pool = ExitStack()
         self._pool: Pool | None = None
         self._place: CudaPlace | None = None
         self._off = "it has not been entered"  # why there is no pool
@@ -131,6 +132,7 @@ class Tide:
             self._undo = undo
             Tide._current = self
             undo.callback(_leave)
+            self._undo_pool = undo.enter_context(ExitStack())  # after the budget: nothing comes
             if self._wants_pool and torch.cuda.is_initialized():
                 self._start()
             if self._budget is not None:
@@ -185,15 +187,14 @@ class Tide:
 
     def _start(self) -> None:
         """Put the pool in place, now that CUDA is in use."""
-        assert self._undo is not None
         self._off, self._waits = "", False
         try:
             self._place = CudaPlace(_progress)
         except NoNative as error:
             self._turn_off(f"{error}; training goes on with PyTorch's own allocator")
             return
-        self._undo.callback(self._place.leave)
-        self._undo.callback(self._place.core.stop)
+        self._undo_pool.callback(self._place.leave)
+        self._undo_pool.callback(self._place.core.stop)
         if self._budget is None:
             self._pool = Pool(self._place.core, self._place, self._tell)
 

@@ -124,16 +124,19 @@ class Book:
             self._live[key] = _Live(value, version, watch)
             self._others[value] += 1
 
-    def belongs(self, tensor: torch.Tensor, size: int, device: torch.device, *, away: bool) -> None:
+    def belongs(
+        self, tensor: torch.Tensor, size: int, device: torch.device, *, shown: bool, away: bool
+    ) -> None:
         """What `tensor` shows, from before the recording, is at home on `device`, in `size` bytes.
 
-        If it is `away`, it was only moved to where it is now. Others that lie there, too, may count
-        versions of their own: `tensor` is the one that is written to.
+        If it is only `shown` where it is now, it was moved there; if it is `away`, it takes nothing
+        at home. Others that lie there, too, may count versions of their own: `tensor` is the one
+        that is written to.
         """
         entry = self.entries[self.shown(tensor)]
         self._live[tensor.untyped_storage()._cdata].expected_version = version_of(tensor)
-        if away:
-            entry.bytes, entry.device, entry.away = size, str(device), True
+        if shown:
+            entry.bytes, entry.device, entry.away = size, str(device), away
 
     def shown(self, tensor: torch.Tensor) -> int:
         """The value that `tensor` shows, entering it if need be.

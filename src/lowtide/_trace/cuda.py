@@ -95,8 +95,10 @@ class CudaProbe:
         if op in self._spans and moved != self._moved:
             self._late[op] = max(0.0, took - spun)
 
-    def begin_own(self) -> None:
-        """What is allocated from now on is none of the program's."""
+    def begin_own(self, *, anew: bool = False) -> None:
+        """What is allocated from now on is none of the program's. `anew`: nobody else is at it."""
+        while anew and self._own_depth:
+            self.end_own()  # it was left by an error
         if not self._own_depth:
             self._own_from = self._event_count()
         self._own_depth += 1

@@ -295,15 +295,17 @@ class Recorder(TorchDispatchMode):
     ) -> CudaProbe | None:
         """The CUDA probe, if this op runs on a GPU."""
         device = kwargs.get("device")
-        on_cuda = any(tensor.is_cuda for tensor in tensors) or (
-            device is not None and torch.device(device).type == "cuda"
-        )
-        if not on_cuda or not self.measures:
+        named = device is not None and torch.device(device).type == "cuda"
+        if not self.measures or not (named or any(tensor.is_cuda for tensor in tensors)):
             return None
+        self.probe_cuda()
+        return self.cuda
+
+    def probe_cuda(self) -> None:
+        """Measure there from now on."""
         if self.cuda is None:
             self.cuda = CudaProbe(self.book)
             self._undo.callback(self.cuda.close)
-        return self.cuda
 
     def _claim_root(self, root: nn.Module, base: str) -> None:
         for module, name, tensor, is_parameter in owned_tensors(root, base):

@@ -23,7 +23,7 @@ from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.swap.cell import State
-from lowtide._runtime.swap.quiet import is_calm
+from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.tier import Tier
 from lowtide._units import format_bytes
@@ -168,8 +168,7 @@ class Dynamic:
         self.ledger.begin_step()
         self.seer.begin_step()
         if self._mode is not None:
-            by_plan = self.planned is not None and self.planned.mode is Mode.PLANNED
-            self.idle.mark(by_plan=by_plan)
+            self.idle.mark(by_plan=self.planned is not None and self.planned.mode is Mode.PLANNED)
             if self.planned is not None:
                 self._begin_planned(self.planned)
 
@@ -246,7 +245,7 @@ class Dynamic:
     def _look_again(self) -> None:
         """A step that was not watched: if it was another one than those before, the next is."""
         self.peaks.append(self._tally.known_peak)
-        if self._tally.is_another() and is_calm():
+        if self._tally.is_another() and is_free():
             self._tally.watch_again()
             self._push()
             self.set_budget(self.room.budget)
@@ -263,7 +262,7 @@ class Dynamic:
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
         self._see_again()
-        self._begin_own()
+        self._begin_own(anew=True)  # whatever has become of the last one
         number = self._tally.save(handle.bytes)
         cell = handle.cell
         if isinstance(cell, DeltaCell) and cell.handles == 1:
@@ -292,7 +291,7 @@ class Dynamic:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
-        self._begin_own()
+        self._begin_own(anew=True)
         if self.planned is not None and self._mode is not None:
             self.planned.unpacking(handle)
         cell = handle.cell
@@ -333,7 +332,7 @@ class Dynamic:
         parted = self.planned is not None and self.planned.steps_parted()
         unseen = not parted and self._can_step_unseen(optimizer, args)
         whole = self.idle.stepping(optimizer, args, self.room.has, parted=parted)
-        if unseen and whole:  # the last piece of one in pieces needs room as any other
+        if unseen and whole and not self.ledger.away:  # a plan may have dropped just now
             self._unseen_step = True
             self._leave()
 
@@ -379,9 +378,9 @@ class Dynamic:
         finally:
             self._end_own()
 
-    def _begin_own(self) -> None:
+    def _begin_own(self, *, anew: bool = False) -> None:
         if self.planned is not None and self.planned.observer is not None:
-            self.planned.observer.begin_own()
+            self.planned.observer.begin_own(anew=anew)
 
     def _end_own(self) -> None:
         if self.planned is not None and self.planned.observer is not None:

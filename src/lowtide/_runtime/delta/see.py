@@ -34,6 +34,7 @@ class Seer:
         self.ops = 0  # so far
         self._at = 0  # ... of this step, without those of optimizers
         self._load_gate = gate
+        self._wants_gate = True  # nobody has asked for it yet
         self._gate: Gate | None = None
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
@@ -85,7 +86,9 @@ class Seer:
         """
         number = self.at
         if mode is not None and self.room.lax and self.recorded is not None:
-            self._gate = self._gate or self._load_gate()
+            if self._wants_gate:
+                self._wants_gate = False
+                self._gate = self._load_gate()
             if self._gate is not None:
                 self._gate.number = number
                 self._gate.open(mode, self.recorded)

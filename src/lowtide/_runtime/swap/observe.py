@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide._ir import OpIndex, Trace, ValueId
 from lowtide._runtime.swap.cell import Cell, State
-from lowtide._runtime.swap.quiet import is_calm
+from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.states import StateCell
@@ -35,7 +35,7 @@ class Observer:
     @staticmethod
     def can_begin() -> bool:
         """Whether a mode pushed now stays until it is popped, and is the only one."""
-        return is_calm() and not torch._C._len_torch_dispatch_stack()
+        return is_free()
 
     def begin(self, cells: Iterable[StateCell] = ()) -> None:
         """The step begins. `cells` have state that may be elsewhere than where it belongs."""
@@ -44,8 +44,15 @@ class Observer:
         for cell in cells:
             tensor = cell.tensor()
             if tensor is not None:
-                away = cell.state in (State.AWAY, State.COMING)
-                self._recorder.book.belongs(tensor, cell.bytes, cell.home(), away=away)
+                self._recorder.book.belongs(
+                    tensor,
+                    cell.bytes,
+                    cell.home(),
+                    shown=cell.state in (State.AWAY, State.COMING),
+                    away=cell.state is State.AWAY,
+                )
+        if torch.cuda.is_initialized():
+            self._recorder.probe_cuda()  # before anything moves
 
     def can_finish(self) -> bool:
         """Whether the mode that was pushed is the one that would be popped."""
@@ -63,10 +70,10 @@ class Observer:
         """Once it was abandoned, and can be finished."""
         self._recorder.pop()
 
-    def begin_own(self) -> None:
-        """What is allocated from now on is lowtide's doing."""
+    def begin_own(self, *, anew: bool = False) -> None:
+        """What is allocated from now on is lowtide's doing. `anew`: nobody else is at it."""
         if self._recorder.cuda is not None:
-            self._recorder.cuda.begin_own()
+            self._recorder.cuda.begin_own(anew=anew)
 
     def end_own(self) -> None:
         """Now it is the program's again."""

@@ -22,6 +22,11 @@ def quiet(tensor: torch.Tensor | None = None) -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def is_free() -> bool:
+    """Calm, and no mode of the program's is active: one pushed now would be popped in its place."""
+    return is_calm() and not torch._C._len_torch_dispatch_stack()
+
+
 def is_calm() -> bool:
     """Neither in inference mode nor in a backward: both put the stack of modes back on leaving."""
     return not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1
