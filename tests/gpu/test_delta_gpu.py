@@ -114,22 +114,31 @@ def test_steps_go_by_the_plan() -> None:
         assert peaks[-1] == pytest.approx(script.plan.peak_bytes, rel=0.05), tide.summary()
 
 
-def test_optimizer_state_goes_when_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With weights and gradients in half of what Adam's state takes besides."""
+def losses(trained: Trained) -> list[float]:
+    torch.manual_seed(1)
+    return [train(*trained, 64, 2048).item() for _ in range(12)]
+
+
+def plain_with_state(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], int]:
+    """Losses of a net of which Adam's state takes most, and a share of its peak."""
     monkeypatch.setattr(budgeting, "_PIECE", 32 * MIB)
-
-    def losses(trained: Trained) -> list[float]:
-        torch.manual_seed(1)
-        return [train(*trained, 64, 2048).item() for _ in range(6)]
-
     trained = make(2048)
     torch.cuda.reset_peak_memory_stats()
-    plain = losses(trained)
-    budget = int(0.65 * torch.cuda.max_memory_allocated())
-    trained = make(2048)
+    return losses(trained), int(share * torch.cuda.max_memory_allocated())
+
+
+def afresh() -> Trained:
+    trained: Trained = make(2048)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    return trained
+
+
+def test_optimizer_state_goes_when_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights and gradients in half of what Adam's state takes besides."""
+    plain, budget = plain_with_state(0.65, monkeypatch)
+    trained = afresh()
     with lowtide.fit(*trained, budget=budget, policy="delta") as tide:
         assert losses(trained) == plain, tide.summary()
         assert torch.cuda.max_memory_reserved() <= budget, tide.summary()
@@ -144,22 +153,10 @@ def test_optimizer_state_comes_and_goes_by_plan(
     late: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with each stream held up in turn."""
-    monkeypatch.setattr(budgeting, "_PIECE", 32 * MIB)
-
-    def losses(trained: Trained) -> list[float]:
-        torch.manual_seed(1)
-        return [train(*trained, 64, 2048).item() for _ in range(12)]
-
-    trained = make(2048)
-    torch.cuda.reset_peak_memory_stats()
-    plain = losses(trained)
-    budget = int(0.7 * torch.cuda.max_memory_allocated())
+    plain, budget = plain_with_state(0.7, monkeypatch)
     if late is not None:
         hold_open(late, monkeypatch)
-    trained = make(2048)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    trained = afresh()
     with lowtide.fit(*trained, budget=budget, policy="tide") as tide:
         assert losses(trained) == plain, tide.summary()
         assert torch.cuda.max_memory_reserved() <= budget, tide.summary()
