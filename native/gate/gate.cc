@@ -151,6 +151,7 @@ class Gate final : public PyInterpreterVTable {
 
 PyInterpreter* interpreter = nullptr;  // whose table was replaced
 const PyInterpreterVTable* real = nullptr;
+const PyInterpreterVTable* gate = nullptr;
 
 }  // namespace
 
@@ -161,17 +162,24 @@ extern "C" {
 int lowtide_gate_open(void* seeing) {
   using Modes = c10::impl::TorchDispatchModeTLS;
   if (Modes::stack_len() < 1) return 0;
-  if (interpreter == nullptr) {
+  if (gate == nullptr) {
     interpreter = &Modes::get_stack_at(Modes::stack_len() - 1)->pyinterpreter();
     real = interpreter->vtable_;
-    interpreter->vtable_ = new Gate(real);
+    gate = new Gate(real);  // for good: a thread may still be in it
   }
+  interpreter->vtable_ = gate;
   mode.store(static_cast<PyObject*>(seeing), std::memory_order_release);
   return 1;
 }
 
 // All ops go to Python again.
 void lowtide_gate_close() { mode.store(nullptr, std::memory_order_release); }
+
+// PyTorch is as it was before the first `lowtide_gate_open`.
+void lowtide_gate_leave() {
+  if (gate != nullptr) interpreter->vtable_ = real;
+}
+int lowtide_gate_is_there() { return gate != nullptr && interpreter->vtable_ == gate; }
 
 // The ops of a step that are written down, a bit for each.
 void lowtide_gate_write_down(const std::uint64_t* words, std::int64_t count) {

@@ -1,7 +1,7 @@
 """`lowtide.fit` by policy "tide": the steps of twelve jobs, planned, on the CPU."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
@@ -274,22 +274,27 @@ def test_a_new_optimizer_of_some_of_the_parameters() -> None:
     assert find_difference(use(15 << 20), use(None)) is None
 
 
+def shifted() -> tuple[nn.ParameterList, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """Parameters, who trains them, and a loss."""
+    torch.manual_seed(0)
+    shifts = nn.ParameterList(torch.randn(64) for _ in range(6))
+    rows = torch.randn(512, 64)
+
+    def forward() -> torch.Tensor:
+        x = rows
+        for shift in shifts:
+            x = torch.tanh(x + shift)  # the shift is not saved: it may be written to
+        return x.square().mean()
+
+    return shifts, torch.optim.SGD(shifts.parameters(), lr=0.1), forward
+
+
 def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights were written to meanwhile: nothing of it is made again from them."""
     monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
 
     def gradients(*, fitted: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        shifts = nn.ParameterList(torch.randn(64) for _ in range(6))
-        optimizer = torch.optim.SGD(shifts.parameters(), lr=0.1)
-        rows = torch.randn(512, 64)
-
-        def forward() -> torch.Tensor:
-            x = rows
-            for shift in shifts:
-                x = torch.tanh(x + shift)  # the shift is not saved: it may be written to
-            return x.square().mean()
-
+        shifts, optimizer, forward = shifted()
         around = lowtide.fit(shifts, optimizer, budget="1GiB", policy="delta")
         with around if fitted else nullcontext():
             forward().backward()
@@ -312,21 +317,11 @@ def test_a_plan_that_drops_as_an_optimizer_steps() -> None:
     """What is made again from weights is made before they change, so that step is seen."""
 
     def gradients(*, fitted: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        shifts = nn.ParameterList(torch.randn(64) for _ in range(6))
-        optimizer = torch.optim.SGD(shifts.parameters(), lr=0.1)
-        rows = torch.randn(512, 64)
-
-        def loss_of() -> torch.Tensor:
-            x = rows
-            for shift in shifts:
-                x = torch.tanh(x + shift)
-            return x.square().mean()
-
+        shifts, optimizer, forward = shifted()
         fit = lowtide.fit(shifts, optimizer, budget="1GiB", policy="tide")
         with fit if fitted else nullcontext() as tide:
-            loss_of().backward()
-            loss = loss_of()
+            forward().backward()
+            loss = forward()
             if tide is not None:
                 drop_at_steps(tide)
             optimizer.step()
@@ -349,6 +344,29 @@ def test_a_plan_that_drops_as_an_optimizer_steps() -> None:
     expected = gradients(fitted=False)
     for found, right in zip(gradients(fitted=True), expected, strict=True):
         assert torch.equal(found, right)
+
+
+@pytest.mark.usefixtures("_unguarded")
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_stands_before_modes_afterwards_and_what_made_do_is_told(fails: bool) -> None:
+    """Also of ops that nobody saw."""
+    budget = int(0.6 * max(plain("mlp").peaks))
+    job = JOBS["mlp"]()
+    fit = lowtide.fit(job.model, job.optimizers, budget=budget)
+    with suppress(ZeroDivisionError), fit as tide:
+        for _ in range(STEPS):
+            job.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        gate = dynamic.seer._gate
+        assert gate is not None and gate.is_open and gate.is_there()
+        dynamic.room.failures = lambda: 1
+        job.step()
+        job.step()
+        assert dynamic.room.counts["made do"] == 1
+        assert 1 / (not fails)  # or it ends by an error
+    assert gate is not None
+    assert not gate.is_open and not gate.is_there()
 
 
 def test_a_gate_that_cannot_be_built_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,11 +99,8 @@ class Dynamic:
 
     def _refuse_what_cannot_be(self) -> None:
         """Before the first step, if what is there already is too much."""
-        budget = self.room.budget
-        if budget is None or self._mode is None:
-            return
-        stays = self.ledger.held - self.idle.bytes()
-        if stays > budget:
+        budget, stays = self.room.budget, self.ledger.held - self.idle.bytes()
+        if budget is not None and self._mode is not None and stays > budget:
             self._pop()
             raise OutOfBudget(
                 f"the budget is {format_bytes(budget)} ({budget} bytes), but {format_bytes(stays)} "
@@ -133,6 +130,7 @@ class Dynamic:
         self._unseen_step = False
         self._garbage.collect_as_before()
         self._pop()
+        self.seer.leave_gate()
         if self.planned is not None:
             self.planned.stop()
         self.idle.leave()

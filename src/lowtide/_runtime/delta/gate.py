@@ -41,6 +41,15 @@ class Gate:
         self.is_open = False
         self._library.lowtide_gate_close()
 
+    def leave(self) -> None:
+        """Nothing stands before the mode any more, until it is opened again."""
+        self.close()
+        self._library.lowtide_gate_leave()
+
+    def is_there(self) -> bool:
+        """Whether it stands before modes, open or shut."""
+        return bool(self._library.lowtide_gate_is_there())
+
     def learn(self, func: OpOverload[..., Any], what: Known) -> None:
         """What an op is that the mode sees."""
         if id(func) in self._told:
@@ -83,7 +92,8 @@ def _load(path: Path) -> Gate:
     library = ctypes.CDLL(str(path))
     library.lowtide_gate_open.argtypes = [ctypes.c_void_p]
     library.lowtide_gate_write_down.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
-    library.lowtide_gate_write_down.restype = library.lowtide_gate_close.restype = None
+    for done in ("write_down", "close", "leave"):
+        getattr(library, f"lowtide_gate_{done}").restype = None
     library.lowtide_gate_know.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     library.lowtide_gate_count_from.argtypes = [ctypes.c_int64]
     library.lowtide_gate_count_from.restype = None

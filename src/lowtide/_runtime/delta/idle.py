@@ -75,7 +75,7 @@ class IdleState:
         self.optimizers = Optimizers(tier, self._piece, smallest, piece_bytes, make_cell)
         self.told: Callable[[int], None] = lambda _: None  # of every piece of a step
         self.changed: Callable[[], None] = lambda: None  # what there is is not what was planned
-        self._planned: list[tuple[int, int, int]] | None = None  # before it was replaced
+        self._before: list[tuple[int, int, int]] | None = None  # before it was replaced
         self._by_plan = False  # what leaves when is said by a plan, in this step
         self._at: tuple[int, int] | None = None  # the optimizer that steps, and its piece
         self._has: Callable[[int], bool] = lambda _: False  # whether so much more may be held
@@ -146,8 +146,8 @@ class IdleState:
 
     def reloaded(self) -> None:
         """An optimizer's state was replaced. That of others stays where it is."""
-        if self._planned is None:
-            self._planned = self._likeness()
+        if self._before is None:
+            self._before = self._likeness()
         self.optimizers.drop_orphans()
         self.optimizers.cells = [c for c in self.optimizers.cells if c.state is not State.GONE]
         self._states = 0  # they are admitted later: whoever loads them still refers to them
@@ -164,8 +164,8 @@ class IdleState:
         """What an optimizer has made since."""
         states = sum(len(optimizer.state) for optimizer in self.optimizers.all())
         if states != self._states:
-            before = self._likeness() if self._planned is None else self._planned
-            self._planned = None
+            before = self._likeness() if self._before is None else self._before
+            self._before = None
             self._states = states
             self.optimizers.admit(self.optimizers.movable())  # those that have a cell are not
             if before and self._likeness() != before:
@@ -180,7 +180,7 @@ class IdleState:
 
     def do(self, action: Action, *, waits: bool, has: Callable[[int], bool]) -> bool:
         """What a plan says; `has`: whether so much may come back. False: not yet."""
-        if self._planned is not None:
+        if self._before is not None:
             self.admit()
         cells = self.optimizers.cells
         at = -1 - action.who

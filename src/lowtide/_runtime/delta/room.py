@@ -60,6 +60,7 @@ class Room:
         self.flushes: Callable[[], int] = lambda: 0  # of it because there was no memory, so far
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
         self.counts: Counter[str] = Counter()
+        self._noted = 0, 0  # failures so far, and those that were told of, when a step ended
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
         self._releasing = False
         self._order: deque[DeltaCell] = deque()  # what goes next
@@ -111,6 +112,13 @@ class Room:
         if published:
             self.make(0, name)
         return result
+
+    def end_step(self) -> None:
+        """Of ops that nobody saw, some may have made do with less, too."""
+        failures, told = self.failures(), self.counts["made do"] + self.counts["out of memory"]
+        before, self._noted = self._noted, (failures, told)
+        if failures != before[0] and told == before[1]:
+            self.made_do(before[0])
 
     def made_do(self, failures: int) -> None:
         """An op has run; `failures` were there before it."""

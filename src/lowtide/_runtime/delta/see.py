@@ -97,8 +97,14 @@ class Seer:
             self._at = number
             self._gate.close()
 
+    def leave_gate(self) -> None:
+        """PyTorch is as it was."""
+        if self._gate is not None:
+            self._gate.leave()
+
     def begin_step(self) -> None:
         """Ops are numbered from here."""
+        self.room.end_step()
         self.at = self.largest = 0
         self.room.used.clear()
 
