@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from lowtide._simulate.remade import remade
 
 STEPS = 6
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
-BUILDS = JOBS | {"heavy": heavy}
+BUILDS = JOBS | {"heavy": heavy, "at once": partial(heavy, foreach=True)}
 CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all alike
 
 
@@ -114,6 +114,14 @@ def test_optimizer_state_comes_and_goes_by_plan(share: float) -> None:
     assert abs(script.plan.plain_peak_bytes / max(plain("heavy").peaks) - 1) < 0.002
     assert len(script.observed.states) == 2 * 16 and moved_states(script)
     assert all(abs(peak / script.plan.peak_bytes - 1) < 0.01 for peak in peaks[4:])
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("share", [0.96, 0.85])
+def test_steps_are_watched_that_fit_only_because_an_optimizer_steps_in_pieces(share: float) -> None:
+    """As a whole it makes copies of all of its state. Nor is there room to try its ops again."""
+    planned, _ = check("at once", share)
+    assert Mode.LOOSE not in planned.steps
 
 
 @pytest.mark.usefixtures("_pieces")

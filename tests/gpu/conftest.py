@@ -13,6 +13,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    """What is built once is told of as it is: not in the middle of a test."""
+    if torch.cuda.is_available():
+        from lowtide._runtime.torch_build import build_gate
+
+        build_gate(lambda _: None)
+
+
 @pytest.fixture(autouse=True)
 def _clean_pool(request: pytest.FixtureRequest) -> Iterator[None]:
     """After a test of the pool nothing of it is left."""

@@ -153,7 +153,7 @@ def test_optimizer_state_comes_and_goes_by_plan(
     late: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with each stream held up in turn."""
-    plain, budget = plain_with_state(0.7, monkeypatch)
+    plain, budget = plain_with_state(0.5, monkeypatch)
     if late is not None:
         hold_open(late, monkeypatch)
     trained = afresh()

@@ -423,11 +423,11 @@ def mixture() -> Job:
     return job_of(model, loss)
 
 
-def heavy(rows: int = 64) -> Job:
+def heavy(rows: int = 64, *, foreach: bool | None = None) -> Job:
     """Weights, gradients and Adam's state take nearly all."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(torch.randn(rows, 256)).square().mean()

@@ -14,6 +14,7 @@ from lowtide._ir import Drop, Hold, Link, Machine, OpIndex, Remake, Rerun, Trace
 from lowtide._machine.link import line
 from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.bound import least_recompute_seconds
+from lowtide._policy.candidates import Reach, candidates
 from lowtide._policy.ground import Ground
 from lowtide._policy.relax import Relaxed, relax
 from lowtide._policy.remake import remake
@@ -283,3 +284,18 @@ def test_what_is_dear_to_make_again_is_swapped() -> None:
     little = tide(trace, fast, limit=limit, seconds=0.1, smallest=1, host_budget=50)
     assert little.swaps == ()  # there is no room below
     assert little.remakes != ()
+
+
+def test_what_an_op_that_runs_again_reads_may_be_away_until_then() -> None:
+    """Before backward itself asks for it."""
+    trace = parse(
+        "have x:10 | input\n"
+        "dear x -> a:100 | 9us\ncheap a -> b:100 | 1us\nlong b -> c:10 | 5us\n"
+        "save a | packed=2 unpacked=5\nsave b | packed=3 unpacked=4\n"
+        "long c -> d:10 | 5us\nback b d -> e:10 | 1us\nfree b\nback a e -> f:10 | 1us\n"
+    )
+    step = remade(trace, [drop(3, 2), rerun(4, 1)])
+    assert find_flaw(step.trace) is None
+    held = {ValueId(1): OpIndex(2)}
+    found = candidates(step.trace, smallest=1, reach=Reach.RUNTIME, held=held, movable={ValueId(1)})
+    assert (1, 2, 4) in [(one.value, one.earliest, one.latest) for one in found]

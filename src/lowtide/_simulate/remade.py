@@ -56,6 +56,7 @@ class _Writer:
         self._now: dict[int, int] = {}  # what is there -> which value that is now
         self._newest: dict[tuple[int, int], int] = {}  # storage and version -> which it was last
         self._held: set[int] = set()
+        self._read_again: dict[int, list[int]] = defaultdict(list)  # values -> by which reruns
         self._storages = max((value.storage for value in trace.values), default=-1) + 1
 
     def write(self, remakes: Sequence[Remake]) -> Remade:
@@ -102,7 +103,10 @@ class _Writer:
         for number, now in self._now.items():
             after = trace.values[number].after
             self._values[now] = replace(self._values[now], end=OpIndex(len(self._ops)), after=after)
-        values = (_saved_at(value, lead) for value in self._values)
+        values = (
+            _saved_at(value, lead, self._read_again[number])
+            for number, value in enumerate(self._values)
+        )
         new = replace(trace, ops=tuple(self._ops), values=tuple(values))
         return Remade(new, tuple(lead), tuple(at), tuple(self._old))
 
@@ -117,6 +121,8 @@ class _Writer:
         op = self._trace.ops[remake.op]
         grain = self._trace.granularity_bytes
         reads = tuple(ValueId(self._now[number]) for number in op.reads)
+        for number in reads:
+            self._read_again[number].append(len(self._ops))
         updated = {self._trace.values[number].storage for number in op.updates}
         writes, copies = [], 0
         for number in op.writes:
@@ -183,17 +189,17 @@ class _Writer:
             self._values[now] = replace(self._values[now], end=OpIndex(len(self._ops)), after=False)
 
 
-def _saved_at(value: Value, lead: Sequence[int]) -> Value:
+def _saved_at(value: Value, lead: Sequence[int], reruns: Sequence[int]) -> Value:
+    """With its saves where they are now; who runs an op again asks for what that reads, too."""
     if not value.saves:
         return value
-    saves = tuple(
-        Save(
-            None,
-            save.node,
-            OpIndex(max(lead[save.packed], value.first)),
-            tuple(OpIndex(lead[unpacked]) for unpacked in save.unpacked),
-        )
-        for save in value.saves
-        if lead[save.packed] <= value.end  # what is saved later is what was made again
-    )
-    return replace(value, saves=saves)
+    saves: list[Save] = []
+    for save in value.saves:
+        if lead[save.packed] > value.end:
+            continue  # what is saved later is what was made again
+        packed = OpIndex(max(lead[save.packed], value.first))
+        asked = {lead[unpacked] for unpacked in save.unpacked}
+        if not saves:
+            asked.update(at for at in reruns if at >= packed)
+        saves.append(Save(None, save.node, packed, tuple(OpIndex(at) for at in sorted(asked))))
+    return replace(value, saves=tuple(saves))

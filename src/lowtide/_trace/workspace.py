@@ -3,8 +3,8 @@
 PyTorch reports CPU allocations to its profiler alone, and a script may be using that. So after
 the recording, each op whose name, arguments and shapes are new is called once more on scratch
 tensors of the same geometry, under the profiler. Its results are thrown away and the random
-state is put back. Ops that cannot be called again, and ops of other libraries, count as having
-no workspace.
+state is put back. Ops that cannot be called again, ops of other libraries and ops for whose
+scratch there is no room count as having no workspace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,11 +27,17 @@ _Signature = tuple[str, str, tuple[Geometry, ...], bool]  # name, args, shapes, 
 _MARK = "lowtide op "
 
 
-def with_cpu_workspace(trace: Trace) -> Trace:
-    """`trace` with `workspace_bytes` filled in for its CPU ops, if no profiler is running."""
+def with_cpu_workspace(trace: Trace, room: int | None = None) -> Trace:
+    """`trace` with `workspace_bytes` filled in for its CPU ops, if no profiler is running.
+
+    In `room` bytes: half for scratch and results, half for what is not known yet.
+    """
     if trace.device != "cpu" or _profiler_enabled():
         return trace
-    signatures = [_signature(trace, op) for op in trace.ops]
+    signatures = [
+        _signature(trace, op) if room is None or 2 * _taken(trace, op) <= room else None
+        for op in trace.ops
+    ]
     measured = _measure([s for s in dict.fromkeys(signatures) if s is not None])
     return replace(
         trace,
@@ -46,6 +52,13 @@ def _signature(trace: Trace, op: Op) -> _Signature | None:
     if op.view or not op.name.startswith("aten.") or not op.args or UNREPLAYABLE in op.args:
         return None
     return op.name, op.args, tuple(trace.geometries[o.geometry] for o in op.operands), op.grad
+
+
+def _taken(trace: Trace, op: Op) -> int:
+    """Bytes of the scratch and the results of calling it again."""
+    shapes = [trace.geometries[operand.geometry] for operand in op.operands]
+    scratch = sum(_reach(shape) * int(getattr(torch, shape.dtype).itemsize) for shape in shapes)
+    return scratch + sum(trace.values[value].bytes for value in op.writes)
 
 
 def _measure(signatures: Sequence[_Signature]) -> dict[_Signature, int]:
@@ -93,9 +106,14 @@ def _call_again(number: int, signature: _Signature) -> None:
 def _scratch(geometry: Geometry) -> torch.Tensor:
     """A tensor of zeros, which are valid indices, valid sizes and valid masks."""
     dtype = getattr(torch, geometry.dtype)
+    flat = torch.zeros(_reach(geometry), dtype=dtype, device="cpu")
+    return flat.as_strided(geometry.shape, geometry.strides)
+
+
+def _reach(geometry: Geometry) -> int:
+    """Elements from its first to its last, both counted."""
     reach = sum((n - 1) * s for n, s in zip(geometry.shape, geometry.strides, strict=True))
-    size = 0 if 0 in geometry.shape else reach + 1
-    return torch.zeros(size, dtype=dtype, device="cpu").as_strided(geometry.shape, geometry.strides)
+    return 0 if 0 in geometry.shape else reach + 1
 
 
 def _spans(events: Sequence[Any]) -> Iterator[tuple[int, int, int]]:

@@ -330,6 +330,8 @@ class Dynamic:
         parted = self.planned is not None and self.planned.steps_parted()
         unseen = not parted and self._can_step_unseen(optimizer, args)
         whole = self.idle.stepping(optimizer, args, self.room.has, parted=parted)
+        if not whole:
+            self._tally.step_in_pieces()
         if unseen and whole and not self.ledger.away:  # a plan may have dropped just now
             self._unseen_step = True
             self._leave()

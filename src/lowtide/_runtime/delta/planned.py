@@ -115,7 +115,8 @@ class Planned:
             return
         try:
             self.idle.admit()
-            observed = observer.finish([cell.tensor() for cell in self.idle.optimizers.cells])
+            states = [cell.tensor() for cell in self.idle.optimizers.cells]
+            observed = observer.finish(states, self.room.left())
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
             plan = self._plan(observed, 0)

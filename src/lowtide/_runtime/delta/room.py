@@ -161,6 +161,10 @@ class Room:
             self._ledger.count_unseen()
         return self.budget is None or self._ledger.held + count <= self.budget - self.margin
 
+    def left(self) -> int | None:
+        """Bytes that are still within the budget; None: there is none."""
+        return None if self.budget is None else max(0, self.budget - self._ledger.held)
+
     def _release(self, count: int) -> int:
         """Let values go until `count` bytes are free; how many are."""
         ledger = self._ledger

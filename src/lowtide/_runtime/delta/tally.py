@@ -16,6 +16,7 @@ class Tally:
         self._known_bytes = 0
         self.known_peak = 0  # what it held
         self._loose_steps = 0
+        self._in_pieces = False
 
     def save(self, count: int) -> int:
         """A tensor of so many bytes was saved, as the how-manieth."""
@@ -31,9 +32,14 @@ class Tally:
         """Bytes that this step saved beyond what is known."""
         return self._bytes - self._known_bytes
 
+    def step_in_pieces(self) -> None:
+        """An optimizer did; as a whole it makes more on the way, and nobody knows how much."""
+        self._in_pieces = True
+
     def begin(self) -> None:
         """A step begins."""
         self.saves = self._bytes = self._shape = 0
+        self._in_pieces = False
 
     def is_another(self) -> bool:
         """Whether the step that ends was none like the one that is known."""
@@ -42,7 +48,7 @@ class Tally:
     def watched(self, ledger: Ledger, budget: int | None) -> bool:
         """A step that was watched ends: whether those to come need not be."""
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
-        loose = loose and not self.is_another()  # which may need more
+        loose = loose and not self.is_another() and not self._in_pieces  # which may need more
         self._known_shape, self._known_bytes = self._shape, self._bytes
         self.known_peak = ledger.peak
         self._loose_steps = self._loose_steps + 1 if loose else 0

@@ -124,14 +124,17 @@ class Observer:
         """It has stepped."""
         self._recorder.optimizers.after(optimizer, (), {})
 
-    def finish(self, states: Sequence[torch.Tensor | None]) -> Observed:
-        """The step has ended; `states` are the optimizers' tensors that could move."""
+    def finish(self, states: Sequence[torch.Tensor | None], room: int | None = None) -> Observed:
+        """The step has ended; `states` are the optimizers' tensors that could move.
+
+        What is looked at more closely now may take `room` bytes; None: as much as it does.
+        """
         book = self._recorder.book
         numbers = {book.shown(t): i for i, t in enumerate(states) if t is not None}
         self.stop()
         trace, new = _cleaned(self._recorder.recording())
         return Observed(
-            trace=with_cpu_workspace(trace),
+            trace=with_cpu_workspace(trace, room),
             codes=tuple(self._codes),
             positions=tuple(OpIndex(at) for at in self._positions),
             saves={new[old]: number for old, number in self._saves.items() if old in new},
