@@ -15,6 +15,7 @@ import numpy as np
 
 from lowtide._analyze.load import rounded_bytes
 from lowtide._ir import Machine, OpIndex, Plan, Remake, Swap, ValueId
+from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
 from lowtide._policy.problem import SLACKS, Problem, best_within, make_problem
@@ -81,6 +82,8 @@ def attempt(
     """None: it takes longer than `most_seconds`, or more than the limit. Raises `Stuck`."""
     ground = task.ground
     plain = ground.starts[-1]
+    if task.machine is not None and _copying(task.machine, ground, choice.swaps) > most_seconds:
+        return None
     found = remake(
         ground,
         task.limit,
@@ -110,6 +113,13 @@ def attempt(
     if task.host_budget is not None and _below(step, trial.swaps) > task.host_budget:
         return None
     return Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes)
+
+
+def _copying(machine: Machine, ground: Ground, swaps: Sequence[Swap]) -> float:
+    """How long the busier of the lanes copies in a step: in as long a step, at least."""
+    sizes = [ground.size[swap.value] for swap in swaps]
+    out = sum(link_seconds(machine.out, size) for size in sizes)
+    return max(out, sum(link_seconds(machine.back, size) for size in sizes))
 
 
 def _below(step: Remade, swaps: Sequence[Swap]) -> int:

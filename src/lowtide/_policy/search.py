@@ -91,15 +91,25 @@ class Search:
         return self.best
 
     def begin(self) -> bool:
-        """Whether a few tastes find a way, if need be with all away that can be."""
+        """Whether a few tastes find a way, if need be with what cannot be made again away, or all.
+
+        Until there is one, the first will do: to have all away takes long.
+        """
         for taste in _FEW:
             self._try(Choice(taste=taste))
-        problem = self._problem
-        if self.best is None and problem is not None:
-            away = schedule(problem.trace, problem.machine, problem.found, 0, problem.positions)
-            for taste in _FEW:
-                self._try(Choice(tuple(away), taste))
+        for swaps in self._away() if self.best is None else ():
+            if any(self._try(Choice(swaps, taste)) for taste in _FEW):
+                break
         return self.best is not None
+
+    def _away(self) -> Iterator[tuple[Swap, ...]]:
+        """More and more of what can be, for as long as it can be."""
+        problem = self._problem
+        if problem is None:
+            return
+        lasting = [one for one in problem.found if not self._ground.can[one.value]]
+        for away in (lasting, problem.found):
+            yield tuple(schedule(problem.trace, problem.machine, away, 0, problem.positions))
 
     def _try(self, choice: Choice, *, thorough: bool = False) -> bool:
         """Whether it is no worse than the best; then it is the best.
@@ -161,7 +171,7 @@ class Search:
                     if not swaps:
                         continue
                     choice = Choice() if orders is alone else self._choice
-                    self._try(replace(choice, swaps=swaps), thorough=orders is alone)
+                    self._try(replace(choice, swaps=swaps))
                     if guided and orders is beside:
                         self._guide(swaps, min(until, now + (until - now) / 4))
                     elif self.best is None:

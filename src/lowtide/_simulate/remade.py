@@ -51,8 +51,14 @@ class _Writer:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._ops: list[Op] = []
-        self._values = list(trace.values)
-        self._old = [ValueId(i) for i in range(len(trace.values))]
+        values = trace.values
+        self._old = [ValueId(i) for i in range(len(values))]
+        # Of each value, as it is in the new step. Made into values only at the end: quicker by far.
+        self._first = [int(value.first) for value in values]
+        self._ends = [int(value.end) for value in values]
+        self._after = [value.after for value in values]
+        self._storage = [int(value.storage) for value in values]
+        self._version = [value.version for value in values]
         self._now: dict[int, int] = {}  # what is there -> which value that is now
         self._newest: dict[tuple[int, int], int] = {}  # storage and version -> which it was last
         self._held: set[int] = set()
@@ -101,14 +107,33 @@ class _Writer:
             self._do(remake, trace.ops[-1].phase)
         at.append(len(self._ops))
         for number, now in self._now.items():
-            after = trace.values[number].after
-            self._values[now] = replace(self._values[now], end=OpIndex(len(self._ops)), after=after)
-        values = (
-            _saved_at(value, lead, self._read_again[number])
-            for number, value in enumerate(self._values)
-        )
-        new = replace(trace, ops=tuple(self._ops), values=tuple(values))
+            self._ends[now] = len(self._ops)
+            self._after[now] = trace.values[number].after
+        values = tuple(self._value(number, lead) for number in range(len(self._old)))
+        new = replace(trace, ops=tuple(self._ops), values=values)
         return Remade(new, tuple(lead), tuple(at), tuple(self._old))
+
+    def _value(self, number: int, lead: Sequence[int]) -> Value:
+        old = self._trace.values[self._old[number]]
+        original = number < len(self._trace.values)
+        first, end = OpIndex(self._first[number]), OpIndex(self._ends[number])
+        saves: tuple[Save, ...] = ()
+        if original and old.saves:
+            saves = _saved_at(old.saves, first, end, lead, self._read_again.get(number, ()))
+        return Value(
+            StorageId(self._storage[number]),
+            self._version[number],
+            old.bytes,
+            old.kind,
+            first,
+            end,
+            original and old.before,
+            self._after[number],
+            old.device,
+            old.name,
+            old.module,
+            saves,
+        )
 
     def _do(self, remake: Remake, phase: Phase) -> None:
         if isinstance(remake, Drop):
@@ -133,9 +158,11 @@ class _Writer:
                 if value.device == self._trace.device:
                     copies += -(-value.bytes // grain) * grain
                 continue
-            again = len(self._values)
-            self._values.append(replace(value, saves=(), before=False))
+            again = len(self._old)
             self._old.append(number)
+            for row in (self._first, self._ends, self._storage, self._version):
+                row.append(0)
+            self._after.append(False)
             self._begin(number, again)
             writes.append(ValueId(again))
         self._ops.append(
@@ -164,42 +191,43 @@ class _Writer:
             self._end(number)
         for number in op.writes:
             self._begin(number, number)
-        self._ops.append(replace(op, reads=reads, updates=updates))
+        same = reads == op.reads and updates == op.updates
+        self._ops.append(op if same else replace(op, reads=reads, updates=updates))
 
     def _begin(self, number: int, now: int) -> None:
         """On a storage of its own, unless it takes the place of the version before."""
-        here = OpIndex(len(self._ops))
+        here = len(self._ops)
         value = self._trace.values[number]
         before = self._newest.get((value.storage, value.version - 1))
-        if now == number and before is not None and self._values[before].end == here:
-            storage, version = self._values[before].storage, self._values[before].version + 1
+        if now == number and before is not None and self._ends[before] == here:
+            storage, version = self._storage[before], self._version[before] + 1
         elif now == number and not value.version:
-            storage, version = value.storage, 0
+            storage, version = int(value.storage), 0
         else:
-            storage, version = StorageId(self._storages), 0
+            storage, version = self._storages, 0
             self._storages += 1
         self._now[number] = self._newest[value.storage, value.version] = now
-        self._values[now] = replace(
-            self._values[now], storage=storage, version=version, first=here, end=OpIndex(here + 1)
-        )
+        self._storage[now], self._version[now] = storage, version
+        self._first[now], self._ends[now] = here, here + 1
 
     def _end(self, number: int) -> None:
         now = self._now.pop(number, None)
         if now is not None:
-            self._values[now] = replace(self._values[now], end=OpIndex(len(self._ops)), after=False)
+            self._ends[now] = len(self._ops)
+            self._after[now] = False
 
 
-def _saved_at(value: Value, lead: Sequence[int], reruns: Sequence[int]) -> Value:
-    """With its saves where they are now; who runs an op again asks for what that reads, too."""
-    if not value.saves:
-        return value
+def _saved_at(
+    old: Sequence[Save], first: int, end: int, lead: Sequence[int], reruns: Sequence[int]
+) -> tuple[Save, ...]:
+    """Saves where they are now; who runs an op again asks for what that reads, too."""
     saves: list[Save] = []
-    for save in value.saves:
-        if lead[save.packed] > value.end:
+    for save in old:
+        if lead[save.packed] > end:
             continue  # what is saved later is what was made again
-        packed = OpIndex(max(lead[save.packed], value.first))
+        packed = OpIndex(max(lead[save.packed], first))
         asked = {lead[unpacked] for unpacked in save.unpacked}
         if not saves:
             asked.update(at for at in reruns if at >= packed)
         saves.append(Save(None, save.node, packed, tuple(OpIndex(at) for at in sorted(asked))))
-    return replace(value, saves=tuple(saves))
+    return tuple(saves)
