@@ -1,5 +1,7 @@
 """Swapping between a GPU and pinned memory: streams, peaks, pinned bytes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from moving import everything
@@ -9,6 +11,7 @@ from torch import nn
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.fit import Tide
+from lowtide._runtime.swap import cuda_driver
 from lowtide._runtime.swap.driver import Mode
 
 
@@ -131,3 +134,13 @@ def test_leaving_leaves_no_arena_behind() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= 1.2 * torch.cuda.memory_allocated() + 64 * MIB
     train(model, optimizer, 2048, 2048)
+
+
+def test_a_thread_that_has_not_used_cuda_yet_may_copy() -> None:
+    """Backward may begin in one: the driver knows no context there."""
+    events = cuda_driver.Events(torch.device("cuda"))
+    event, stream = events.take(), torch.cuda.current_stream().cuda_stream
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(cuda_driver.record, event, stream).result()
+    cuda_driver.wait(stream, event)
+    torch.cuda.synchronize()

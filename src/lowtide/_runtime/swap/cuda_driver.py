@@ -12,6 +12,7 @@ import torch
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _PTR, _SIZE, _UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 _SIGNATURES: dict[str, list[object]] = {
     "cuEventCreate": [_PTR, _UINT],
@@ -19,6 +20,8 @@ _SIGNATURES: dict[str, list[object]] = {
     "cuStreamWaitEvent": [_PTR, _PTR, _UINT],
     "cuMemcpyAsync": [_PTR, _PTR, _SIZE, _PTR],
     "cuPointerGetAttribute": [_PTR, ctypes.c_int, _PTR],
+    "cuDevicePrimaryCtxRetain": [_PTR, ctypes.c_int],
+    "cuCtxSetCurrent": [_PTR],
 }
 
 
@@ -29,6 +32,25 @@ def _driver() -> ctypes.CDLL:
         function = getattr(driver, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
     return driver
+
+
+def _call(name: str, *arguments: object) -> None:
+    """In a thread in which PyTorch has not used CUDA yet the driver knows no context."""
+    function = getattr(_driver(), name)
+    error = function(*arguments)
+    if error == _NO_CONTEXT:
+        _check(_driver().cuCtxSetCurrent(_context(torch.cuda.current_device())), "cuCtxSetCurrent")
+        error = function(*arguments)
+    _check(error, name)
+
+
+@functools.cache
+def _context(device: int) -> int | None:
+    """PyTorch's own: retained once, for as long as the program runs."""
+    context = _PTR()
+    error = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    _check(error, "cuDevicePrimaryCtxRetain")
+    return context.value
 
 
 def _check(error: int, what: str) -> None:
@@ -49,7 +71,7 @@ class Events:
             return self._idle.pop()
         event = _PTR()
         with torch.cuda.device(self._device):
-            _check(_driver().cuEventCreate(ctypes.byref(event), _NO_TIMING), "cuEventCreate")
+            _call("cuEventCreate", ctypes.byref(event), _NO_TIMING)
         assert event.value is not None
         return event.value
 
@@ -60,22 +82,21 @@ class Events:
 
 def record(event: int, stream: int) -> None:
     """It happens when all that `stream` was given so far is done."""
-    _check(_driver().cuEventRecord(event, stream), "cuEventRecord")
+    _call("cuEventRecord", event, stream)
 
 
 def wait(stream: int, event: int) -> None:
     """What `stream` is given from now on comes after it."""
-    _check(_driver().cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
+    _call("cuStreamWaitEvent", stream, event, 0)
 
 
 def copy(to: int, of: int, count: int, stream: int) -> None:
     """Bytes from one address to another, either of which may be page-locked main memory."""
-    _check(_driver().cuMemcpyAsync(to, of, count, stream), "cuMemcpyAsync")
+    _call("cuMemcpyAsync", to, of, count, stream)
 
 
 def device_address(address: int) -> int:
     """Where the device finds page-locked memory: almost everywhere at the same address."""
     found = ctypes.c_uint64()
-    error = _driver().cuPointerGetAttribute(ctypes.byref(found), _DEVICE_POINTER, address)
-    _check(error, "cuPointerGetAttribute")
+    _call("cuPointerGetAttribute", ctypes.byref(found), _DEVICE_POINTER, address)
     return found.value
