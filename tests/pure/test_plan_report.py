@@ -36,6 +36,7 @@ from lowtide._ir import (
     ValueId,
 )
 from lowtide._layout.buffers import copies, pieces
+from lowtide._layout.from_plan import plan_buffers, present
 from lowtide._machine.link import line
 from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.file import find_bad_plan, load_plan, save_plan
@@ -43,7 +44,7 @@ from lowtide._policy.tide import tide
 from lowtide._report.fates import Action, find_fates
 from lowtide._report.perfetto import render_perfetto
 from lowtide._report.plan_html import Measured, render_plan
-from lowtide._report.planned import LAYERS, layers, plan_step, pool_buffers, present
+from lowtide._report.planned import LAYERS, layers, plan_step
 from lowtide._simulate.simulate import simulate
 from lowtide._trace.digest import digest
 from lowtide._trace.text import parse
@@ -231,7 +232,7 @@ def test_the_pool_holds_what_the_step_holds(
 ) -> None:
     trace, swaps = found
     planned = plan_step(trace, Plan(swaps, 0, 1.0, 0, 1.0), machine)
-    buffers, owners, period = pool_buffers(planned)
+    buffers, owners, period = plan_buffers(planned.step.trace, planned.plan.swaps)
     load = np.zeros(period)
     for buffer in copies(buffers, period):
         for lower, upper in pieces(buffer, period):

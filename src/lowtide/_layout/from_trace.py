@@ -14,8 +14,12 @@ from lowtide._ir import Trace, Value
 from lowtide._layout.buffers import Buffer, rounded
 
 
-def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
-    """The buffers of a step that repeats, and its period in ops."""
+def step_buffers(trace: Trace, *, lasting: bool = True) -> tuple[list[Buffer], int]:
+    """The buffers of a step that repeats, and its period in ops.
+
+    What it leaves behind and did not find, or found and did not leave, keeps a place to itself all
+    along; unless it is not `lasting`: then it is gone between steps.
+    """
     period = len(trace.ops)
     grain = trace.granularity_bytes
     storages: dict[int, list[Value]] = defaultdict(list)
@@ -40,7 +44,7 @@ def step_buffers(trace: Trace) -> tuple[list[Buffer], int]:
             left.append((versions[-1], buffer))
         else:
             whole.append(buffer)
-    buffers = whole + _successions(inherited, left, period)
+    buffers = whole + _successions(inherited, left, period, lasting=lasting)
     for i, op in enumerate(trace.ops):
         if op.workspace_bytes > 0:
             size = rounded(op.workspace_bytes, grain)
@@ -52,12 +56,13 @@ def _successions(
     inherited: Sequence[tuple[Value, Buffer]],
     left: Sequence[tuple[Value, Buffer]],
     period: int,
+    *,
+    lasting: bool,
 ) -> list[Buffer]:
     """Pair what the step leaves with what it found: the same thing, one step earlier.
 
     Of the same size; those of the same name first, the others in order, whatever their kind: what
-    an earlier step left behind looks like an input to the next. What has no partner keeps its
-    place to itself all along.
+    an earlier step left behind looks like an input to the next.
     """
     named: dict[tuple[str, int], list[Buffer]] = defaultdict(list)
     for value, buffer in inherited:
@@ -81,5 +86,5 @@ def _successions(
     alone += [buffer for buffers in waiting.values() for buffer in buffers]
     return [
         *(replace(new, upper=period + old.upper) for new, old in heirs),
-        *(replace(buffer, lower=0, upper=period) for buffer in alone),
+        *(replace(buffer, lower=0, upper=period) if lasting else buffer for buffer in alone),
     ]

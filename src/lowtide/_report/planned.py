@@ -1,9 +1,7 @@
 """Trace, plan, machine -> the planned step in numbers: what every report of a plan shows."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +9,8 @@ import numpy.typing as npt
 from lowtide._analyze.access import producers
 from lowtide._analyze.load import Curve, load_by_kind, rounded_bytes
 from lowtide._ir import Kind, Machine, Plan, Swap, Trace, Value, ValueId
-from lowtide._layout.buffers import Buffer, pieces
-from lowtide._layout.from_trace import step_buffers
+from lowtide._layout.buffers import pieces
+from lowtide._layout.from_plan import plan_buffers
 from lowtide._layout.pack import pack
 from lowtide._machine.link import line
 from lowtide._simulate.outcome import Outcome
@@ -166,7 +164,7 @@ class Pool:
 def pack_pool(planned: PlannedStep, seconds: float) -> Pool:
     """The lowest pool that is found in so many seconds."""
     trace = planned.step.trace
-    buffers, owners, period = pool_buffers(planned)
+    buffers, owners, period = plan_buffers(trace, planned.plan.swaps)
     if not buffers:
         return Pool((), 0, 0)
     packing = pack(buffers, align=trace.granularity_bytes, period=period, seconds=seconds)
@@ -193,50 +191,3 @@ def pack_pool(planned: PlannedStep, seconds: float) -> Pool:
             for lower, upper in pieces(buffer, period)
         ]
     return Pool(tuple(places), packing.height, packing.max_load)
-
-
-def pool_buffers(planned: PlannedStep) -> tuple[list[Buffer], list[int | None], int]:
-    """What a pool has to hold, of which storages (None: a workspace), and the period in ops.
-
-    A swapped storage is a buffer for each time it is here: it may come back to another address.
-    Buffers are named by their numbers.
-    """
-    trace = planned.step.trace
-    found, period = step_buffers(trace)
-    stays: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for swap in planned.plan.swaps:
-        if swap.release < swap.fetch:
-            stays[trace.values[swap.value].storage].append((swap.release, swap.fetch))
-    buffers: list[Buffer] = []
-    owners: list[int | None] = []
-    for buffer in found:
-        name = buffer.name.partition(":")[0]
-        storage = None if name == "workspace" else int(name)
-        away = [] if storage is None else stays.get(storage, [])
-        for lower, upper in present(buffer.lower, buffer.upper, away, period):
-            buffers.append(Buffer(str(len(buffers)), lower, upper, buffer.size))
-            owners.append(storage)
-    return buffers, owners, period
-
-
-def present(
-    lower: int, upper: int, away: Sequence[tuple[int, int]], period: int
-) -> list[tuple[int, int]]:
-    """The stretches of a life in which the bytes are not away; each begins within the period.
-
-    A life of a whole period has no end: what is there when the step ends is there when it begins.
-    """
-    if not away or upper - lower > period:
-        return [(lower, upper)]
-    if upper - lower == period:
-        first = min(release % period for release, _ in away)
-        lower, upper = first, first + period
-    cuts = sorted(
-        (release % period + turn, release % period + turn + fetch - release)
-        for release, fetch in away
-        for turn in (-period, 0, period)
-        if release % period + turn < upper and release % period + turn + fetch - release > lower
-    )
-    edges = [(lower, lower), *cuts, (upper, upper)]
-    parts = [(end, begin) for (_, end), (begin, _) in pairwise(edges) if end < begin]
-    return [(begin % period, begin % period + end - begin) for begin, end in parts]

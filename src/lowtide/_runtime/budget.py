@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +42,7 @@ from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
+from lowtide._runtime.swap.lying import plan_with_layout
 from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.saved import Saved, Unwatched
@@ -320,8 +322,11 @@ class Budgeted:
         planned = None if self._dynamic is None else self._dynamic.planned
         return planned is not None and planned.shrink(less)
 
-    def _plan_tide(self, observed: Observed, less: int) -> Plan | None:
-        """None: no plan was found that keeps the budget, and is so much below it."""
+    def _plan_tide(self, observed: Observed, most: int | None) -> Plan | None:
+        """Of steps that hold no more than `most`, or than the budget with what lies between blocks.
+
+        None: no plan was found.
+        """
         assert self._dynamic is not None
         assert self._bytes is not None
         if self._machine is None:
@@ -332,16 +337,22 @@ class Budgeted:
             held=observed.held,
             positions=tuple(sorted(set(observed.positions))),
         )
+        within = partial(
+            tide,
+            observed.trace,
+            self._machine,
+            seconds=_PLAN_SECONDS,
+            runtime=runtime,
+            smallest=_SMALLEST,
+            host_budget=self._host_budget or self._machine.host_bytes,
+        )
         try:
-            return tide(
-                observed.trace,
-                self._machine,
-                limit=int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin)) - less,
-                seconds=_PLAN_SECONDS,
-                runtime=runtime,
-                smallest=_SMALLEST,
-                host_budget=self._host_budget or self._machine.host_bytes,
-            )
+            if most is not None:
+                return within(limit=most)
+            limit = int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin))
+            if not self._dynamic.cap.holds:  # main memory: what lies where is not told
+                return within(limit=limit)
+            return plan_with_layout(observed.trace, within, limit, int((1 - _SPARE) * self._bytes))
         except CannotFit:
             return None
 

@@ -65,7 +65,7 @@ class Planned:
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
 
     def __init__(
-        self, plan: Callable[[Observed, int], Plan | None], tell: Callable[[str], None]
+        self, plan: Callable[[Observed, int | None], Plan | None], tell: Callable[[str], None]
     ) -> None:
         self._plan = plan
         self._tell = tell
@@ -119,7 +119,7 @@ class Planned:
             observed = observer.finish(states, self.room.left())
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
-            plan = self._plan(observed, 0)
+            plan = self._plan(observed, None)
             if plan is not None:
                 self.following.add(write_script(observed, plan))
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
@@ -132,11 +132,11 @@ class Planned:
             return False
         old.replans += 1
         try:
-            plan = self._plan(old.observed, old.less + less)
+            plan = self._plan(old.observed, old.plan.peak_bytes - less)
             if plan is None:
                 return False
             new = write_script(old.observed, plan)
-            new.less, new.replans = old.less + less, old.replans
+            new.replans = old.replans
             self.following.replace(old, new)
             self._ended = new
             if self.following.script is new:  # a step may have begun: it is seen as a whole

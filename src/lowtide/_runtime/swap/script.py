@@ -75,7 +75,6 @@ class Script:
     recorded: frozenset[int] | None = None  # ops that are to be written down; None: all
     trouble: int = 0  # steps in which those were not enough
     short: int = 0  # the last so many steps were short of memory all the same
-    less: int = 0  # bytes by which it was planned below what it might have held
     replans: int = 0
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
