@@ -10,7 +10,7 @@ from lowtide._analyze.load import find_peak
 from lowtide._ir import Machine, Plan, Trace
 from lowtide._machine.link import line
 from lowtide._policy.candidates import candidates, make_grid
-from lowtide._policy.schedule import schedule
+from lowtide._policy.schedule import make_stage, schedule
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.driver import Mode
@@ -28,7 +28,7 @@ def everything(trace: Trace, machine: Machine, **asked: Any) -> Plan:
         movable=asked["movable"],
     )
     found = make_grid(trace, asked["positions"]).fit(found)
-    planned = tuple(schedule(trace, machine, found, 1, asked["positions"]))
+    planned = tuple(schedule(make_stage(trace, asked["positions"]), machine, found, 1))
     assert find_bad_swap(trace, planned) is None
     outcome = simulate(trace, machine, planned)
     plain = find_peak(trace).bytes

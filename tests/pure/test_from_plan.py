@@ -54,9 +54,10 @@ def test_a_plan_that_lies_low_enough_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_that_does_not_is_made_again_for_as_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for all of it: the pool may find a better layout."""
     planner = Planner(monkeypatch, 1.25)
-    assert plan_with_layout(STEP, planner, 990, 1000).peak_bytes == 840
-    assert planner.limits == [990, 840]
+    assert plan_with_layout(STEP, planner, 990, 1000).peak_bytes < 880
+    assert len(planner.limits) == 3 and 840 < planner.limits[1] < 900
 
 
 def test_what_cannot_be_planned_for_less_is_planned_as_it_was(

@@ -19,7 +19,7 @@ from lowtide._machine.link import line
 from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
 from lowtide._policy.budget import parse_bytes, parse_rate
 from lowtide._policy.candidates import Candidate, Grid, Reach, candidates, make_grid, positions
-from lowtide._policy.schedule import schedule
+from lowtide._policy.schedule import make_stage, schedule
 from lowtide._policy.scores import aoa, doa, make_clock, swdoa, vote, wdoa
 from lowtide._policy.select import select
 from lowtide._simulate.check import find_bad_swap
@@ -161,7 +161,7 @@ def test_so_is_that_of_a_value_that_nothing_uses() -> None:
     assert (found.after, found.until) == (2, 6)
     fitting = make_grid(trace, [1, 2]).fit([found])
     assert fitting == [cand(8, 0, 2)]
-    swaps = schedule(trace, machine(), fitting, 0, [1, 2])
+    swaps = schedule(make_stage(trace, [1, 2]), machine(), fitting, 0)
     assert len(swaps) == 1 and find_bad_swap(trace, swaps) is None
 
 
@@ -249,7 +249,7 @@ def test_copies_hide_behind_the_ops_they_can() -> None:
     # back lane   |                a1 a0
     trace = chain(4)
     both = [c for c in candidates(trace, smallest=1) if c.value in (0, 1)]
-    swaps = schedule(trace, machine(1e3), both, None)
+    swaps = schedule(make_stage(trace), machine(1e3), both, None)
     found = {s.value: (s.after, s.release, s.fetch, s.until) for s in swaps}
     assert found == {0: (0, 2, 6, 7), 1: (1, 3, 5, 6)}
     outcome = simulate(trace, machine(1e3), swaps)
@@ -260,16 +260,16 @@ def test_copies_hide_behind_the_ops_they_can() -> None:
 def test_releases_wait_for_a_position_at_which_the_runtime_can_act() -> None:
     trace = chain(4)
     first = [c for c in candidates(trace, smallest=1) if c.value == 0]
-    [swap] = schedule(trace, machine(1e3), first, None, [0, 2, 3, 5])
+    [swap] = schedule(make_stage(trace, [0, 2, 3, 5]), machine(1e3), first, None)
     # 0, 2 and 6 if any position would do
     assert (swap.after, swap.release, swap.fetch) == (1, 3, 5)
 
 
 def test_without_a_limit_what_cannot_be_hidden_stays() -> None:
     trace = chain(4)
-    swaps = schedule(trace, machine(400.0), candidates(trace, smallest=1), None)
+    swaps = schedule(make_stage(trace), machine(400.0), candidates(trace, smallest=1), None)
     assert swaps == []  # out after 2.5 s at op 4, back from op 4 on: away for no op
-    swaps = schedule(trace, machine(500.0), candidates(trace, smallest=1), None)
+    swaps = schedule(make_stage(trace), machine(500.0), candidates(trace, smallest=1), None)
     assert [(s.value, s.release, s.fetch) for s in swaps] == [(0, 3, 5)]
 
 
@@ -298,7 +298,7 @@ def test_a_schedule_without_a_limit_never_waits(
 ) -> None:
     chosen = data.draw(st.permutations(candidates(trace, smallest=1)))
     allowed = _allowed(data, trace)
-    swaps = schedule(trace, where, chosen, None, allowed, slack=1 / where.together)
+    swaps = schedule(make_stage(trace, allowed), where, chosen, None, slack=1 / where.together)
     assert find_bad_swap(trace, swaps) is None
     outcome = simulate(trace, where, swaps)
     assert outcome.stall_seconds <= 1e-9 * outcome.plain_seconds
@@ -424,7 +424,7 @@ def test_copies_across_the_step_share_the_lane_with_the_others() -> None:
         nop  ->         | 1s
     """)
     found = candidates(trace, smallest=1)
-    swaps = schedule(trace, machine(1e3), found, None)
+    swaps = schedule(make_stage(trace), machine(1e3), found, None)
     assert find_bad_swap(trace, swaps) is None
     when = {trace.values[s.value].storage: (s.release, s.fetch) for s in swaps}
     assert when == {0: (2, 5), 1: (3, 6)}
@@ -452,7 +452,7 @@ def test_what_one_step_leaves_to_copy_is_in_the_way_of_the_next(
     at: int, expected: dict[str, tuple[int, int]]
 ) -> None:
     trace = _ten_ops("p:3000", at)
-    swaps = schedule(trace, machine(1e3), candidates(trace, smallest=1), None)
+    swaps = schedule(make_stage(trace), machine(1e3), candidates(trace, smallest=1), None)
     found = {"p" if trace.values[s.value].before else "h": (s.release, s.fetch) for s in swaps}
     assert found == expected
     assert simulate(trace, machine(1e3), swaps).stall_seconds == 0
@@ -462,7 +462,7 @@ def test_a_lane_gets_no_more_than_it_can_copy_in_a_step() -> None:
     have = [f"have s{i}:4000 | state" for i in range(3)]
     ops = [f"op s{i} -> | 1s" for i in range(3)] + ["op -> | 1s"] * 7
     trace = parse("\n".join(have + ops))
-    swaps = schedule(trace, machine(1e3), candidates(trace, smallest=1), None)
+    swaps = schedule(make_stage(trace), machine(1e3), candidates(trace, smallest=1), None)
     assert len(swaps) < 3
     assert simulate(trace, machine(1e3), swaps).stall_seconds == 0
 

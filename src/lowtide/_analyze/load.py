@@ -43,11 +43,12 @@ def load_by_kind(trace: Trace) -> npt.NDArray[np.int64]:
     """One row for every `Kind` in order: the bytes its values hold during each op."""
     row = {kind: number for number, kind in enumerate(Kind)}
     change = np.zeros((len(row), len(trace.ops) + 1), dtype=np.int64)
-    for value in trace.values:
-        if value.device == trace.device:
-            size = rounded_bytes(trace, value)
-            change[row[value.kind], value.first] += size
-            change[row[value.kind], value.end] -= size
+    here = [value for value in trace.values if value.device == trace.device]
+    kinds = [row[value.kind] for value in here]
+    grain = trace.granularity_bytes
+    sizes = -(-np.array([value.bytes for value in here], dtype=np.int64) // grain) * grain
+    np.add.at(change, (kinds, [value.first for value in here]), sizes)
+    np.subtract.at(change, (kinds, [value.end for value in here]), sizes)
     return np.cumsum(change, axis=1)[:, :-1]
 
 

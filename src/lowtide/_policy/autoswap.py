@@ -193,9 +193,7 @@ def _free(problem: Problem, scorer: Scorer, aim: int) -> Trial:
         left, left_scores, waited = problem, scores, False
         for _ in range(4):
             chosen = choose(left, left_scores, aim).chosen
-            swaps = schedule(
-                problem.trace, problem.machine, chosen, None, problem.positions, slack=slack
-            )
+            swaps = schedule(problem.stage, problem.machine, chosen, None, slack=slack)
             trial = try_swaps(problem, swaps)
             outcome = trial.outcome
             if outcome.seconds > FREE_RATIO * outcome.plain_seconds:

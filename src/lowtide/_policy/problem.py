@@ -9,7 +9,7 @@ import numpy.typing as npt
 from lowtide._errors import BadInput
 from lowtide._ir import Machine, OpIndex, Swap, Trace, ValueId
 from lowtide._policy.candidates import Candidate, Reach, candidates, make_grid
-from lowtide._policy.schedule import schedule
+from lowtide._policy.schedule import Stage, schedule
 from lowtide._policy.scores import Clock, Scores, aoa, doa, make_clock, vote, wdoa
 from lowtide._policy.select import Selection, select
 from lowtide._simulate.outcome import Outcome
@@ -26,11 +26,15 @@ class Problem:
     trace: Trace
     machine: Machine
     ground: Ground
-    clock: Clock
+    stage: Stage
     found: tuple[Candidate, ...]
     areas: Scores  # AOA of each
-    positions: tuple[int, ...] | None
     host_budget: int | None
+
+    @property
+    def clock(self) -> Clock:
+        """Of the step as it is if nothing waits."""
+        return self.stage.clock
 
     @property
     def plain_peak(self) -> int:
@@ -59,17 +63,16 @@ def make_problem(
 ) -> Problem:
     """All that does not depend on the limit, worked out once."""
     ground = prepare(trace, machine)
-    clock = make_clock(trace)
+    stage = Stage(make_grid(trace, positions), make_clock(trace), ground.curve)
     idle = candidates(trace, smallest=smallest, reach=reach, held=held, movable=movable)
-    found = tuple(make_grid(trace, positions).fit(idle))
+    found = tuple(stage.grid.fit(idle))
     return Problem(
         trace,
         machine,
         ground,
-        clock,
+        stage,
         found,
-        aoa(found, clock, machine),
-        None if positions is None else tuple(positions),
+        aoa(found, stage.clock, machine),
         host_budget,
     )
 
@@ -117,11 +120,10 @@ def best_within(
     for slack in slacks:
         for fetch_first in orders:
             swaps = schedule(
-                problem.trace,
+                problem.stage,
                 problem.machine,
                 chosen,
                 limit,
-                problem.positions,
                 slack=slack,
                 fetch_first=fetch_first,
             )

@@ -15,6 +15,7 @@ the steady one: with no more than a step's worth of copies in a lane, nothing wa
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,12 +26,25 @@ from lowtide._policy.candidates import Candidate, Grid, make_grid
 from lowtide._policy.scores import Clock, add, make_clock, ops_between
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """What a schedule needs to know of a step; the same for all of them."""
+
+    grid: Grid
+    clock: Clock
+    load: Curve
+
+
+def make_stage(trace: Trace, positions: Sequence[int] | None = None) -> Stage:
+    """Of a step in which releases and fetches happen at `positions`; None: anywhere."""
+    return Stage(make_grid(trace, positions), make_clock(trace), load_curve(trace))
+
+
 def schedule(
-    trace: Trace,
+    stage: Stage,
     machine: Machine,
     chosen: Sequence[Candidate],
     limit: int | None,
-    positions: Sequence[int] | None = None,
     *,
     slack: float = 1.0,
     fetch_first: bool = True,
@@ -41,12 +55,11 @@ def schedule(
     one, the load stays within it if that can be had from `chosen`, and compute waits where it
     must; memory to spare shortens stays, at their ends (`fetch_first`) before their beginnings.
     """
-    grid = make_grid(trace, positions)
-    clock = make_clock(trace)
+    grid, clock = stage.grid, stage.clock
     fitting = grid.fit(chosen)
     if limit is None:
         return _without_waits(fitting, clock, grid, machine, slack)
-    return _within(fitting, clock, grid, machine, load_curve(trace), limit, slack, fetch_first)
+    return _within(fitting, clock, grid, machine, stage.load, limit, slack, fetch_first)
 
 
 def _without_waits(

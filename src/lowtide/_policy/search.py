@@ -52,6 +52,7 @@ _SHARES = (0.25, 0.5, 1.0, 0.1, 0.75, 0.375, 0.05, 0.9, 0.625, 0.175)  # of what
 _HINTS = ((1e-2, 0.5), (1e-2, 0.02), (1e-4, 0.5))  # what a hint weighs, and from which share on
 _HELD, _EXCHANGED = 0.15, 0.3  # of the trials
 _SAME = 1 - 1e-5  # times the seconds of the best: not faster than that
+_MUCH = 1.15  # times the plain step
 _EARLY = 1.3  # times what a copy takes: so much earlier it starts
 
 
@@ -70,11 +71,16 @@ class Search:
             problem = task.problem()
             self._problem = problem if problem.found else None
 
-    def run(self, seconds: float) -> Trial | None:
-        """For about so long, and as long as the first plan takes; None: there is none."""
+    def run(self, seconds: float, patience: float = 1.0) -> Trial | None:
+        """For about so long, and as long as the first plan takes; None: there is none.
+
+        Where the first ones make the step take much longer, `patience` times as long.
+        """
         has_solver = can_relax()  # which may take a moment
         began = time.perf_counter()
         self.begin()
+        if self.best is None or self.best.seconds > _MUCH * self._ground.starts[-1]:
+            seconds *= patience
         if has_solver:
             self._guide((), began + _GUIDED * seconds)
         if self._problem is not None:
@@ -109,7 +115,7 @@ class Search:
             return
         lasting = [one for one in problem.found if not self._ground.can[one.value]]
         for away in (lasting, problem.found):
-            yield tuple(schedule(problem.trace, problem.machine, away, 0, problem.positions))
+            yield tuple(schedule(problem.stage, problem.machine, away, 0))
 
     def _try(self, choice: Choice, *, thorough: bool = False) -> bool:
         """Whether it is no worse than the best; then it is the best.
@@ -261,7 +267,7 @@ class _Change:
 
 
 def _scheduled(problem: Problem, picked: Sequence[Candidate], within: int | None) -> list[Swap]:
-    return schedule(problem.trace, problem.machine, picked, within, problem.positions, slack=_EARLY)
+    return schedule(problem.stage, problem.machine, picked, within, slack=_EARLY)
 
 
 def _alike(ground: Ground, values: Iterable[int]) -> list[list[int]]:

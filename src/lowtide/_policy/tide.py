@@ -4,6 +4,9 @@ See `search` for how it is looked for, `joint` for what a trial is, `remake` for
 step that decides what is made again, and `relax` for the bound.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from lowtide._analyze.load import find_peak
@@ -29,24 +32,38 @@ def tide(
     runtime: Runtime | None = None,
     smallest: int = 1 << 20,
     host_budget: int | None = None,
+    patience: float = 1.0,
 ) -> Plan:
     """The fastest plan that was found within `limit` bytes, or raises `CannotFit`.
 
     Without a machine nothing is swapped. The search takes about `seconds`, and as long as the first
-    plan takes if that is longer.
+    plan takes if that is longer; `patience` times that where the step then takes much longer.
     """
     peak = find_peak(trace)
     plain = sum(op.seconds for op in trace.ops)
     if peak.bytes <= limit:
         name = "" if machine is None else machine.name
         return Plan((), peak.bytes, plain, peak.bytes, plain, "tide", name)
-    ground = Ground(trace, runtime)
-    task = Task(ground, machine, limit, runtime, smallest, host_budget)
-    best = Search(task, seed).run(seconds)
-    if best is None:
-        raise _cannot(task, peak.bytes)
-    found = find_peak(remade(trace, best.remakes).trace).bytes if not best.swaps else 0
+    with _without_collections():
+        ground = Ground(trace, runtime)
+        task = Task(ground, machine, limit, runtime, smallest, host_budget)
+        best = Search(task, seed).run(seconds, patience)
+        if best is None:
+            raise _cannot(task, peak.bytes)
+        found = find_peak(remade(trace, best.remakes).trace).bytes if not best.swaps else 0
     return as_plan(task, best, found or best.peak_bytes, peak.bytes)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A search makes many objects and no circle: to look for those took a quarter of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _cannot(task: Task, peak: int) -> CannotFit:

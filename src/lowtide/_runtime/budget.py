@@ -59,7 +59,7 @@ _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE = 64 << 20
 _PIECE = 512 << 20  # bytes of optimizer state that are stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
-_PLAN_SECONDS = 2.0  # of search for a better plan
+_PLAN_SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 _SPARE = 0.01  # of the budget that a plan leaves
 _LONG_ENOUGH = 12  # steps without a plan
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
@@ -342,6 +342,7 @@ class Budgeted:
             observed.trace,
             self._machine,
             seconds=_PLAN_SECONDS,
+            patience=_PATIENCE,
             runtime=runtime,
             smallest=_SMALLEST,
             host_budget=self._host_budget or self._machine.host_bytes,

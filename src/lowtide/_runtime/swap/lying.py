@@ -8,7 +8,8 @@ from lowtide._policy.autoswap import CannotFit
 from lowtide._simulate.remade import remade
 
 _ROUNDS = 2  # of lowering the limit
-_SECONDS = 2.0  # of search for a layout, each
+_SECONDS = 4.0  # of search for a layout, each
+_TRUSTED = 0.75  # of what lies between blocks: the pool has more time to find a lower layout
 
 
 def plan_with_layout(
@@ -27,7 +28,7 @@ def plan_with_layout(
         height = height_of(step, plan.swaps, enough=room, seconds=seconds)
         if height.bytes <= room:
             return plan
-        more = height.pool / height.load
+        more = 1 + _TRUSTED * (height.pool / height.load - 1)
         limit = min(plan.peak_bytes - 1, int(height.stays + (room - height.stays) / more))
         try:
             plan = within(limit=limit)
