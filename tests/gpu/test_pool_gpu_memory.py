@@ -235,6 +235,25 @@ def test_a_larger_shape_does_not_need_both_arenas_at_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, pool, strict=True))
 
 
+def test_arenas_may_go_and_come_again() -> None:
+    """With gradients and weights in them and in homes: they wait elsewhere meanwhile."""
+    trained = make()
+    torch.manual_seed(1)
+    plain = [train(*trained).item() for _ in range(20)]
+    trained = make()
+    torch.manual_seed(1)
+    with lowtide.fit(*trained) as tide:
+        losses = [train(*trained).item() for _ in range(10)]
+        assert tide._pool is not None
+        assert tide._place is not None
+        assert tide._place.core.count(0).arena_bytes > 0
+        tide._pool.mark(anew=True)
+        assert tide._place.core.count(0).arena_bytes == 0
+        losses += [train(*trained).item() for _ in range(10)]
+        assert tide._place.core.count(0).arena_bytes > 0
+    assert losses == plain
+
+
 def test_one_fit_at_a_time() -> None:
     model, optimizer = make(256)
     with lowtide.fit(model, optimizer):

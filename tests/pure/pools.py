@@ -103,6 +103,7 @@ class Place:
         self._core = core
         self.settled: list[int] = []
         self.arenas: list[int] = []
+        self.cleared: list[dict[int, int]] = []
         self.trims = 0
         self.missing = 0
 
@@ -118,6 +119,11 @@ class Place:
 
     def trim(self) -> None:
         self.trims += 1
+
+    def clear(self, lanes: Mapping[int, int]) -> None:
+        self.cleared.append(dict(lanes))
+        for lane in lanes:
+            self._core.set_arena(lane, 0)
 
 
 class Bench:

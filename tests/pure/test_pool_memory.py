@@ -173,6 +173,52 @@ def test_what_the_last_step_left_behind_lies_where_plans_have_it() -> None:
         assert summary.unplanned == summary.displaced == 0
 
 
+class _Clearing(_Parking):
+    """Takes arenas away, with what lies in them put elsewhere."""
+
+    def clear(self, lanes: Mapping[int, int]) -> None:
+        host = self._host
+        host.core.set_mode(Mode.PASS)
+        sizes = {block: host.live[block][0] for block in list(host.live) if host.core.holds(block)}
+        for block in sizes:
+            host.free(block)
+        super().clear(lanes)
+        assert host.core.count(0).arenas == 0
+        self.moved |= {block: host.allocate(size) for block, size in sizes.items()}
+
+
+@pytest.mark.parametrize("why", ["other steps", "no room"])
+def test_where_steps_have_become_others_the_arena_goes_and_comes_again(why: str) -> None:
+    """Also if something lives in it that no step frees."""
+    with bench() as b:
+        place = _Clearing(b.host)
+        b.pool = Pool(b.host.core, place, b.told.append, lambda _: False)
+        left: list[int] = []
+        for _ in range(6):
+            left = [place.moved.get(block, block) for block in train(b, left=left)]
+        assert b.pool.summary().replayed > 0
+        for block in left:
+            b.host.free(block)
+        left = []
+        stays = b.host.place_in(0, 0, MIB)
+        if why == "no room":
+            b.host.limit(b.host.bytes)
+            asked = b.host.library.lowtide_pool_allocate
+            assert asked(b.host.handle, place.arenas[0], 0, None) is None
+            b.pool.mark()
+            b.host.limit(1 << 33)
+        else:
+            b.pool.mark(anew=True)
+        assert place.cleared == [{0: 0}]
+        assert b.pool.summary().plans == 0
+        b.host.free(place.moved[stays])
+        marks = 60 if why == "no room" else 6  # which is asked for again only after a while
+        for _ in range(marks):
+            left = [place.moved.get(block, block) for block in train(b, 2, left=left)]
+        assert b.pool.summary().plans == 1
+        assert len(place.arenas) == 2 and len(place.cleared) == 1
+
+
 def test_without_room_for_an_arena_training_goes_on() -> None:
     with bench(capacity=22 * MIB) as b:
         held = b.host.allocate(8 * MIB)

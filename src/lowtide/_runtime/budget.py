@@ -322,6 +322,14 @@ class Budgeted:
         planned = None if self._dynamic is None else self._dynamic.planned
         return planned is not None and planned.shrink(less)
 
+    def take_planned_anew(self) -> bool:
+        """Whether the last step has shown that the next ones have to hold less. Told once."""
+        planned = None if self._dynamic is None else self._dynamic.planned
+        if planned is None or not planned.planned_anew:
+            return False
+        planned.planned_anew = False
+        return True
+
     def _plan_tide(self, observed: Observed, most: int | None) -> Plan | None:
         """Of steps that hold no more than `most`, or than the budget with what lies between blocks.
 

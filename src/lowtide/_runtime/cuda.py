@@ -138,7 +138,7 @@ class CudaPlace:
                 self.core.set_mode(Mode.PASS if left else Mode.REPLAY)
                 if not all(self._restore(one, lane, placed=done) for one in parked):
                     done = False
-                    self._restore_without(parked, lane)  # what was there comes first
+                    self._restore_without(parked, [lane])  # what was there comes first
                     self.missing = self._missing(size, device)
         return done
 
@@ -168,11 +168,30 @@ class CudaPlace:
         storage.copy_(parked.content)
         return True
 
-    def _restore_without(self, parked: Sequence[_Parked], lane: int) -> None:
-        """As it was before there was an arena."""
+    def clear(self, lanes: Mapping[int, int]) -> None:
+        """Take these lanes' arenas away; their devices are given.
+
+        What lies in them, and in homes, waits in main memory until they are gone.
+        """
+        for device in set(lanes.values()):
+            if self._fixed_addresses(device):
+                continue
+            torch.cuda.synchronize(device)
+            self.core.set_mode(Mode.PASS)  # what follows is no part of a step
+            with torch.cuda.device(device):
+                parked = [
+                    _Parked(storage, storage.nbytes(), storage.cpu(), -1)
+                    for storage in self._movable(device)
+                    if storage.resizable() and self.core.holds(storage.data_ptr())
+                ]
+                self._restore_without(parked, [lane for lane in lanes if lanes[lane] == device])
+
+    def _restore_without(self, parked: Sequence[_Parked], lanes: Sequence[int]) -> None:
+        """As it was before these lanes had arenas."""
         for one in parked:
             one.storage.resize_(0)
-        self._library.lowtide_torch_arena(lane, 0)
+        for lane in lanes:
+            self._library.lowtide_torch_arena(lane, 0)
         torch.cuda.empty_cache()
         lost: list[Exception] = []
         for one in parked:

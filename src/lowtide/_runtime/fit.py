@@ -214,15 +214,15 @@ class Tide:
                     self._pool = Pool(core, self._place, self._tell, shrink)
                     return
             if self._wants_pool:
-                self._look()
+                self._look(anew=self._budgeted is not None and self._budgeted.take_planned_anew())
 
-    def _look(self) -> None:
+    def _look(self, *, anew: bool) -> None:
         if self._pool is not None and self._place is not None:
             if self._place.capturing():
                 return  # a graph is being captured: nothing may be freed, moved or waited for
             try:
                 with quiet():
-                    self._pool.mark()
+                    self._pool.mark(anew=anew)
             except OutOfBudget:
                 raise  # something is lost
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on

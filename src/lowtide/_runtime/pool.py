@@ -54,6 +54,9 @@ class Place(Protocol):
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much; a step has just gone well."""
 
+    def clear(self, lanes: Mapping[int, int]) -> None:
+        """Take these lanes' arenas away; their devices are given. What lies in them stays."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -75,6 +78,15 @@ class _LaneState:
     asked_again: int = 0  # the mark from which a refused arena may be asked for again
     told: bool = False  # that one was refused
     patience: int = _PATIENCE  # marks until it is asked for again
+    device: int = 0
+
+    def forget(self, core: Core, number: int) -> None:
+        """All plans, and what could have become one."""
+        for known in self.plans.values():
+            core.forget(number, known.number)
+        self.plans.clear()
+        self.seen.clear()
+        self.before = None
 
     def highest(self) -> int:
         """The signature of the highest plan, or -1."""
@@ -114,16 +126,32 @@ class Pool:
         pack([Buffer("", 0, 1, 1)])  # the search is built now, if it has to be, not at a mark
         core.set_mode(Mode.RECORD)
 
-    def mark(self) -> None:
-        """The step is over."""
+    def mark(self, *, anew: bool = False) -> None:
+        """The step is over. `anew`: those to come are others."""
         self._marks += 1
         lanes = self._core.mark()
         if self._mode is Mode.REPLAY:
             self._account(lanes)
+            if anew or (self._is_tight and any(map(_fits_only_without, lanes))):
+                self._start_over(wait=not anew)
+                return
         for lane in lanes:
-            state = self._lanes.setdefault(lane.lane, _LaneState())
+            state = self._lanes.setdefault(lane.lane, _LaneState(device=lane.device))
             if self._marks > 1:  # the first step's frees of what was there before are not seen
                 self._look_at(lane, state)
+
+    def _start_over(self, *, wait: bool) -> None:
+        """Without arenas, until steps repeat again. `wait`: and until some time has passed."""
+        lanes = {number: state.device for number, state in self._lanes.items() if state.plans}
+        self._place.clear(lanes)
+        for number in lanes:
+            state = self._lanes[number]
+            state.forget(self._core, number)
+            if wait:
+                state.asked_again = self._marks + state.patience
+                state.patience *= 2
+        self._mode = Mode.RECORD
+        self._core.set_mode(Mode.RECORD)
 
     def stop(self) -> None:
         """Follow no more: arenas go with their last blocks."""
@@ -265,6 +293,11 @@ class Pool:
                 "training goes on with PyTorch's own allocator"
             )
         return False
+
+
+def _fits_only_without(lane: Lane) -> bool:
+    """Whether its last step was none of those that an arena is for, and had no room beside it."""
+    return bool(lane.refused and lane.arena_bytes and lane.plan < 0)
 
 
 def _arena_size(height: int) -> int:

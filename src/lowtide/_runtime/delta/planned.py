@@ -84,6 +84,7 @@ class Planned:
         self._ended: Script | None = None  # by which the last planned step went
         self._trouble = 0  # drops that had been refused when this step began
         self._failures = 0  # ... and how often memory had been short
+        self.planned_anew = False  # steps go by another plan than memory is laid out for
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
 
@@ -241,7 +242,8 @@ class Planned:
         short = self._shortage() != self._failures and script.recorded is not None
         script.short = script.short + 1 if short else 0
         less = int(_LESS * (self.room.budget or 0))
-        return script.short >= _SHORT and self.shrink(less)
+        self.planned_anew = script.short >= _SHORT and self.shrink(less)
+        return self.planned_anew
 
     def _shortage(self) -> int:
         return self.room.counts["out of memory"] + self.room.flushes()
