@@ -71,7 +71,7 @@ def budgets_of(name: str, plain: Row, wanted: list[str]) -> list[tuple[str, int]
 def most_seconds(kind: str, *rest: Any) -> int:
     """What a task may take."""
     if kind == "tide":
-        return 60 + 30 * len(rest[1])
+        return 60 + 60 * len(rest[1])
     return {"warm": 400, "once": 150, "compile": 420, "same": 150}[kind]
 
 
