@@ -31,7 +31,7 @@ from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.ledger import Ledger
-from lowtide._runtime.delta.planned import _SHORT, Mode, Planned
+from lowtide._runtime.delta.planned import _OFTEN, _SHORT, Mode, Planned
 from lowtide._runtime.swap import optimizers, pieces
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.pieces import MOST_PIECES
@@ -657,8 +657,9 @@ def test_a_scalar_that_changes_is_never_taken_for_the_one_that_was_planned() -> 
     assert find_difference(ours.result, expected.result) is None
 
 
+@pytest.mark.parametrize("often", [1, _OFTEN])
 def test_where_memory_stays_short_steps_are_planned_anew_in_less(
-    monkeypatch: pytest.MonkeyPatch,
+    often: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an allocator loses between blocks is known only when steps have gone by a plan."""
     flushed = [0]
@@ -681,7 +682,7 @@ def test_where_memory_stays_short_steps_are_planned_anew_in_less(
         assert first.recorded is not None
         assert len({id(plan) for plan in train(_SHORT - 1, 1)}) == 1  # that happens
         assert len({id(plan) for plan in train(1, 0)}) == 1
-        plans = train(_SHORT, 1)
+        plans = train(_SHORT, 1) if often == 1 else train(2, often)
         assert plans[-1] is not first.plan
         assert plans[-1].peak_bytes <= 0.96 * budget
         for _ in range(5):

@@ -34,16 +34,15 @@ from lowtide._runtime.swap.script import (
     write_script,
 )
 
-_MOST_SCRIPTS = 8
-_MOST_MODES = 1000
+_MOST_SCRIPTS, _MOST_MODES = 8, 1000
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
 _NEVER = 1 << 62
 _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
 _MOST_TROUBLE = 3  # ... that took more, until all of them are seen as a whole
 _MOST_REPLANS = 3  # of a step that holds more than its plan says
-_SHORT = 6  # steps by a plan in a row that are short of memory, until it is ...
-_LESS = 0.03  # ... of the budget lower
+_SHORT, _OFTEN = 6, 10  # steps by a plan in a row that are short of memory; times in one; until ...
+_LESS = 0.03  # ... it is so much of the budget lower
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -239,8 +238,9 @@ class Planned:
 
         What lies between blocks is not known before: steps show how much a plan has to leave.
         """
-        short = self._shortage() != self._failures and script.recorded is not None
-        script.short = script.short + 1 if short else 0
+        times = self._shortage() - self._failures if script.recorded is not None else 0
+        often = _SHORT // 2 if times >= _OFTEN else 1  # then it is clear sooner
+        script.short = script.short + often if times else 0
         less = int(_LESS * (self.room.budget or 0))
         self.planned_anew = script.short >= _SHORT and self.shrink(less)
         return self.planned_anew
