@@ -125,6 +125,12 @@ def test_steps_are_watched_that_fit_only_because_an_optimizer_steps_in_pieces(sh
 
 
 @pytest.mark.usefixtures("_pieces")
+def test_steps_that_fit_by_far_are_not_watched_whatever_their_optimizer() -> None:
+    planned, _ = check("at once", 2.0)
+    assert planned.steps[Mode.LOOSE] >= 2
+
+
+@pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize("how", ["all", "some", "more", "forgotten", "frozen"])
 def test_state_that_is_replaced_or_added_to_goes_by_plan_again(
     how: str, monkeypatch: pytest.MonkeyPatch

@@ -217,6 +217,7 @@ def test_where_steps_have_become_others_the_arena_goes_and_comes_again(why: str)
             left = [place.moved.get(block, block) for block in train(b, 2, left=left)]
         assert b.pool.summary().plans == 1
         assert len(place.arenas) == 2 and len(place.cleared) == 1
+        assert place.settled == [0, 0]  # what stays is gathered again before
 
 
 def test_without_room_for_an_arena_training_goes_on() -> None:

@@ -34,9 +34,8 @@ def height_of(step: Trace, swaps: Sequence[Swap], *, enough: int, seconds: float
     The search ends where it is no more than `enough`.
     """
     buffers, _, period = plan_buffers(step, swaps, lasting=False)
-    whole = [buffer for buffer in buffers if buffer.upper - buffer.lower >= period]
-    stays = sum(buffer.size for buffer in whole)
-    others = [buffer for buffer in buffers if buffer.upper - buffer.lower < period]
+    stays = sum(buffer.size for buffer in buffers if buffer.upper - buffer.lower == period)
+    others = [buffer for buffer in buffers if buffer.upper - buffer.lower != period]
     if not others:
         return Height(stays, 0, 0)
     packing = pack(

@@ -116,7 +116,10 @@ def attempt(
 
 
 def _copying(machine: Machine, ground: Ground, swaps: Sequence[Swap]) -> float:
-    """How long the busier of the lanes copies in a step: in as long a step, at least."""
+    """How long the busier of the lanes copies in a step: in as long a step, at least.
+
+    Hardly ever is one of them found not to be needed later.
+    """
     sizes = [ground.size[swap.value] for swap in swaps]
     out = sum(link_seconds(machine.out, size) for size in sizes)
     return max(out, sum(link_seconds(machine.back, size) for size in sizes))

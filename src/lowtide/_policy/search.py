@@ -114,8 +114,9 @@ class Search:
         if problem is None:
             return
         lasting = [one for one in problem.found if not self._ground.can[one.value]]
-        for away in (lasting, problem.found):
-            yield tuple(schedule(problem.stage, problem.machine, away, 0))
+        if 0 < len(lasting) < len(problem.found):
+            yield tuple(schedule(problem.stage, problem.machine, lasting, 0))
+        yield tuple(schedule(problem.stage, problem.machine, problem.found, 0))
 
     def _try(self, choice: Choice, *, thorough: bool = False) -> bool:
         """Whether it is no worse than the best; then it is the best.

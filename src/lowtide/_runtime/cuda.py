@@ -14,6 +14,7 @@ from torch import nn
 from lowtide._errors import OutOfBudget
 from lowtide._ir import CUDA_GRANULARITY_BYTES
 from lowtide._layout.buffers import rounded
+from lowtide._machine.host import available_bytes
 from lowtide._native import NoNative
 from lowtide._report.pool_text import MemorySummary
 from lowtide._runtime.core import Core, Mode, open_library
@@ -23,6 +24,7 @@ from lowtide._runtime.torch_build import build_pool
 
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
 _MOST_TIDIED = 3  # times in a fit, a device
+_PARKED = 0.5  # of the main memory that is free, at most, for what waits there
 _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 
 
@@ -171,20 +173,28 @@ class CudaPlace:
     def clear(self, lanes: Mapping[int, int]) -> None:
         """Take these lanes' arenas away; their devices are given.
 
-        What lies in them, and in homes, waits in main memory until they are gone.
+        What lies in them, and in homes, waits in main memory until they are gone. Where it cannot,
+        they go with the last of it.
         """
         for device in set(lanes.values()):
-            if self._fixed_addresses(device):
-                continue
+            own = [lane for lane in lanes if lanes[lane] == device]
             torch.cuda.synchronize(device)
             self.core.set_mode(Mode.PASS)  # what follows is no part of a step
+            held = [] if self._fixed_addresses(device) else self._held(device)
+            if sum(storage.nbytes() for storage in held) > _PARKED * available_bytes():
+                held = []
             with torch.cuda.device(device):
-                parked = [
-                    _Parked(storage, storage.nbytes(), storage.cpu(), -1)
-                    for storage in self._movable(device)
-                    if storage.resizable() and self.core.holds(storage.data_ptr())
-                ]
-                self._restore_without(parked, [lane for lane in lanes if lanes[lane] == device])
+                parked = [_Parked(one, one.nbytes(), one.cpu(), -1) for one in held]
+                self._restore_without(parked, own)
+
+    def _held(self, device: int) -> list[torch.UntypedStorage]:
+        """What lies in arenas and homes and can be moved, the largest first."""
+        found = [
+            storage
+            for storage in self._movable(device)
+            if storage.resizable() and self.core.holds(storage.data_ptr())
+        ]
+        return sorted(found, key=lambda storage: -storage.nbytes())
 
     def _restore_without(self, parked: Sequence[_Parked], lanes: Sequence[int]) -> None:
         """As it was before these lanes had arenas."""
@@ -196,7 +206,11 @@ class CudaPlace:
         lost: list[Exception] = []
         for one in parked:
             try:
-                one.storage.resize_(one.bytes)
+                try:
+                    one.storage.resize_(one.bytes)
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    one.storage.resize_(one.bytes)
                 one.storage.copy_(one.content)
             except Exception as error:  # noqa: BLE001 - the others come back all the same
                 lost.append(error)

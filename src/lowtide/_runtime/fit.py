@@ -214,13 +214,14 @@ class Tide:
                     self._pool = Pool(core, self._place, self._tell, shrink)
                     return
             if self._wants_pool:
-                self._look(anew=self._budgeted is not None and self._budgeted.take_planned_anew())
+                self._look()
 
-    def _look(self, *, anew: bool) -> None:
+    def _look(self) -> None:
         if self._pool is not None and self._place is not None:
             if self._place.capturing():
                 return  # a graph is being captured: nothing may be freed, moved or waited for
             try:
+                anew = self._budgeted is not None and self._budgeted.take_planned_anew()
                 with quiet():
                     self._pool.mark(anew=anew)
             except OutOfBudget:

@@ -132,26 +132,27 @@ class Pool:
         lanes = self._core.mark()
         if self._mode is Mode.REPLAY:
             self._account(lanes)
-            if anew or (self._is_tight and any(map(_fits_only_without, lanes))):
-                self._start_over(wait=not anew)
-                return
+        short = {lane.device for lane in lanes if self._is_tight and _fits_only_without(lane)}
+        if anew or short:
+            self._start_over({lane.device for lane in lanes} if anew else short, wait=not anew)
+            return
         for lane in lanes:
             state = self._lanes.setdefault(lane.lane, _LaneState(device=lane.device))
             if self._marks > 1:  # the first step's frees of what was there before are not seen
                 self._look_at(lane, state)
 
-    def _start_over(self, *, wait: bool) -> None:
+    def _start_over(self, devices: set[int], *, wait: bool) -> None:
         """Without arenas, until steps repeat again. `wait`: and until some time has passed."""
-        lanes = {number: state.device for number, state in self._lanes.items() if state.plans}
-        self._place.clear(lanes)
-        for number in lanes:
-            state = self._lanes[number]
-            state.forget(self._core, number)
-            if wait:
-                state.asked_again = self._marks + state.patience
-                state.patience *= 2
-        self._mode = Mode.RECORD
-        self._core.set_mode(Mode.RECORD)
+        states = {n: state for n, state in self._lanes.items() if state.device in devices}
+        try:
+            self._place.clear({n: state.device for n, state in states.items() if state.plans})
+        finally:
+            for number, state in states.items():
+                state.forget(self._core, number)
+                state.asked_again = self._marks + state.patience if wait else 0
+                state.patience *= 2 if wait else 1
+            self._settled -= devices  # what was gathered may lie in pieces again
+            self._core.set_mode(self._mode)
 
     def stop(self) -> None:
         """Follow no more: arenas go with their last blocks."""

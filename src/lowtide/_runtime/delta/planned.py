@@ -121,7 +121,7 @@ class Planned:
                 return
             plan = self._plan(observed, None)
             if plan is not None:
-                self.following.add(write_script(observed, plan))
+                self.following.add(write_script(observed, plan, self.room.most()))
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._failed(error)
 

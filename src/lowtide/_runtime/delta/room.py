@@ -161,6 +161,10 @@ class Room:
             self._ledger.count_unseen()
         return self.budget is None or self._ledger.held + count <= self.budget - self.margin
 
+    def most(self) -> int:
+        """Bytes that may be held, but for what the allocator needs itself."""
+        return 0 if self.budget is None else self.budget - self.margin
+
     def left(self) -> int | None:
         """Bytes that are still within the budget; None: there is none."""
         return None if self.budget is None else max(0, self.budget - self._ledger.held)

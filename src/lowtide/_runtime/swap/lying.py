@@ -26,7 +26,7 @@ def plan_with_layout(
             return plan
         step = remade(trace, plan.remakes).trace
         height = height_of(step, plan.swaps, enough=room, seconds=seconds)
-        if height.bytes <= room:
+        if height.bytes <= room or room <= height.stays or not height.load:
             return plan
         more = 1 + _TRUSTED * (height.pool / height.load - 1)
         limit = min(plan.peak_bytes - 1, int(height.stays + (room - height.stays) / more))

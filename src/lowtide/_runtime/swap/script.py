@@ -86,8 +86,11 @@ class Script:
         return self.observed.trace
 
 
-def write_script(given: Observed, plan: Plan) -> Script:
-    """Tie each swap's positions to events, and each drop's."""
+def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
+    """Tie each swap's positions to events, and each drop's.
+
+    `room`: bytes that a step in which nothing moves may hold, if that is more than planned.
+    """
     observed = given
     found: list[list[Action]] = [[] for _ in observed.codes]
     dropped = _write_drops(observed, plan, found) | _write_holds(observed, plan, found)
@@ -116,7 +119,7 @@ def write_script(given: Observed, plan: Plan) -> Script:
         wanted=dropped | {who for s in plan.swaps if (who := _who(observed, s.value)) >= 0},
         below_bytes=below,
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
-        steps_whole=_steps_whole(observed, plan),
+        steps_whole=_steps_whole(observed, plan, room),
         plan=plan,
         observed=given,
         together=together,
@@ -181,7 +184,7 @@ def _together(observed: Observed, plan: Plan) -> dict[int, tuple[int, ...]]:
     return {number: tuple(sorted(others)) for number, others in found.items() if others}
 
 
-def _steps_whole(observed: Observed, plan: Plan) -> bool:
+def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
     """Whether optimizers may step at once: no state leaves, and there is room for what that takes.
 
     The step was traced in pieces; at once it makes temporary copies of everything, at most of
@@ -195,7 +198,8 @@ def _steps_whole(observed: Observed, plan: Plan) -> bool:
     held = max(
         (loads[i] for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER), default=0
     )
-    return bool(held + more <= plan.peak_bytes)
+    moves = bool(plan.swaps or plan.remakes)
+    return bool(held + more <= (plan.peak_bytes if moves else max(plan.peak_bytes, room)))
 
 
 def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
