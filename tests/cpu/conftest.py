@@ -6,8 +6,12 @@ import pytest
 import torch
 from moving import everything, same_machine
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from untouched import untouched
 
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.cap import Cap
+from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.swap import lying
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +41,28 @@ def _open_files() -> int:
 def moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can move does."""
     monkeypatch.setattr(budgeting, "autoswap", everything)
+
+
+@pytest.fixture
+def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything is worth moving, plans are made at once, and all is as before in the end."""
+    monkeypatch.setattr(budgeting, "_SMALLEST", 256)
+    monkeypatch.setattr(budgeting, "_PIECE", 2 << 20)
+    monkeypatch.setattr(budgeting, "_PLAN_SECONDS", 0.1)
+    monkeypatch.setattr(lying, "_SECONDS", 0.1)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
+    with untouched():
+        yield
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only large state is worth moving, in four pieces."""
+    monkeypatch.setattr(budgeting, "_SMALLEST", 1 << 16)
+
+
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose allocator is held to the budget: nobody counts in planned steps."""
+    monkeypatch.setattr(Cap, "holds", True)
+    monkeypatch.setattr(Ledger, "count_unseen", lambda _: None)

@@ -12,9 +12,7 @@ _SECONDS = 4.0  # of search for a layout, each
 _TRUSTED = 0.75  # of what lies between blocks: the pool has more time to find a lower layout
 
 
-def plan_with_layout(
-    trace: Trace, within: Callable[..., Plan], limit: int, room: int, *, seconds: float = _SECONDS
-) -> Plan:
+def plan_with_layout(trace: Trace, within: Callable[..., Plan], limit: int, room: int) -> Plan:
     """`within(limit=...)` plans; where its layout is above `room` bytes, for less.
 
     How much lies between blocks does not change much from one plan to the next. What a step really
@@ -25,7 +23,7 @@ def plan_with_layout(
         if not plan.swaps and not plan.remakes:
             return plan
         step = remade(trace, plan.remakes).trace
-        height = height_of(step, plan.swaps, enough=room, seconds=seconds)
+        height = height_of(step, plan.swaps, enough=room, seconds=_SECONDS)
         if height.bytes <= room or room <= height.stays or not height.load:
             return plan
         more = 1 + _TRUSTED * (height.pool / height.load - 1)

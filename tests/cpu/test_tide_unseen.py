@@ -1,0 +1,242 @@
+"""Planned steps of which hardly an op is seen: as where the device's allocator keeps the budget."""
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from jobs import JOBS
+from moving import same_machine
+from tides import BUILDS, CHANGING, STEPS, plain, planned_of
+from tight import bits_of, find_difference, state_of
+from torch import nn
+
+import lowtide
+from lowtide._machine.link import line
+from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.cap import Cap
+from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.swap.cell import State
+
+pytestmark = pytest.mark.usefixtures("plans_at_once")
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("name", BUILDS)
+def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
+    budget = int(0.6 * max(plain(name).peaks))
+    job = BUILDS[name]()
+    unseen = []
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        losses = []
+        for _ in range(STEPS):
+            losses.append(job.step())
+            unseen.append(dynamic.room.lax)
+    found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
+    assert find_difference(found, plain(name).result) is None
+    if name not in CHANGING:
+        assert unseen[-2:] == [True, True]
+
+
+def shifted() -> tuple[nn.ParameterList, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """Parameters, who trains them, and a loss."""
+    torch.manual_seed(0)
+    shifts = nn.ParameterList(torch.randn(64) for _ in range(6))
+    rows = torch.randn(512, 64)
+
+    def forward() -> torch.Tensor:
+        x = rows
+        for shift in shifts:
+            x = torch.tanh(x + shift)  # the shift is not saved: it may be written to
+        return x.square().mean()
+
+    return shifts, torch.optim.SGD(shifts.parameters(), lr=0.1), forward
+
+
+def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights were written to meanwhile: nothing of it is made again from them."""
+    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
+
+    def gradients(*, fitted: bool) -> list[torch.Tensor]:
+        shifts, optimizer, forward = shifted()
+        around = lowtide.fit(shifts, optimizer, budget="1GiB", policy="delta")
+        with around if fitted else nullcontext():
+            forward().backward()
+            loss = forward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if fitted:
+                assert around._budgeted is not None and around._budgeted._dynamic is not None
+                around._budgeted._dynamic.room._release(1 << 30)  # all that can goes
+            loss.backward()
+        return [p.grad for p in shifts if p.grad is not None]
+
+    expected, ours = gradients(fitted=False), gradients(fitted=True)
+    assert len(expected) == 6
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_a_plan_that_drops_as_an_optimizer_steps() -> None:
+    """What is made again from weights is made before they change, so that step is seen."""
+
+    def gradients(*, fitted: bool) -> list[torch.Tensor]:
+        shifts, optimizer, forward = shifted()
+        fit = lowtide.fit(shifts, optimizer, budget="1GiB", policy="tide")
+        with fit if fitted else nullcontext() as tide:
+            forward().backward()
+            loss = forward()
+            if tide is not None:
+                drop_at_steps(tide)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.backward()
+        return [shift.grad for shift in shifts if shift.grad is not None]
+
+    def drop_at_steps(tide: lowtide.Tide) -> None:
+        planned = planned_of(tide)
+        planned.room.lax = True
+
+        def drop(_code: int) -> None:
+            for cell in planned.room.cells:
+                if cell.state is State.HERE and cell.can_go() and cell.alone():
+                    planned.room.drop(cell)
+            assert planned.room.counts["dropped"]
+
+        planned.idle.told = drop
+
+    expected = gradients(fitted=False)
+    for found, right in zip(gradients(fitted=True), expected, strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_stands_before_modes_afterwards_and_what_made_do_is_told(fails: bool) -> None:
+    """Also of ops that nobody saw."""
+    budget = int(0.6 * max(plain("mlp").peaks))
+    job = JOBS["mlp"]()
+    fit = lowtide.fit(job.model, job.optimizers, budget=budget)
+    with suppress(ZeroDivisionError), fit as tide:
+        for _ in range(STEPS):
+            job.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        gate = dynamic.seer._gate
+        assert gate is not None and gate.is_open and gate.is_there()
+        dynamic.room.failures = lambda: 1
+        job.step()
+        job.step()
+        assert dynamic.room.counts["made do"] == 1
+        assert 1 / (not fails)  # or it ends by an error
+    assert gate is not None
+    assert not gate.is_open and not gate.is_there()
+
+
+def test_a_gate_that_cannot_be_built_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cap, "holds", True)
+    monkeypatch.setattr(Ledger, "count_unseen", lambda _: None)
+    asked: list[object] = []
+    monkeypatch.setattr(budgeting, "load_gate", asked.append)
+    budget = int(0.6 * max(plain("mlp").peaks))
+    job = JOBS["mlp"]()
+    with lowtide.fit(job.model, job.optimizers, budget=budget) as tide:
+        losses = [job.step() for _ in range(STEPS)]
+        assert planned_of(tide).room.lax
+    assert len(asked) == 1
+    assert find_difference(bits_of(losses), plain("mlp").result[:STEPS]) is None
+
+
+def test_what_was_made_before_a_step_nobody_saw_and_is_saved_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a generator's pictures are, which its discriminator sees when it has stepped."""
+    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
+
+    def gradient(*, fitted: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        shift, scale = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64))
+        optimizers = [torch.optim.SGD([one], lr=0.1) for one in (shift, scale)]
+        rows = torch.randn(512, 64)
+        around = lowtide.fit(None, optimizers[1], budget="1GiB", policy="delta")
+        with around if fitted else nullcontext():
+            made = rows + shift
+            made.square().mean().backward()
+            optimizers[0].step()
+            made = made.detach()
+            loss = (made * scale).square().mean()
+            del made
+            if fitted:
+                assert around._budgeted is not None and around._budgeted._dynamic is not None
+                around._budgeted._dynamic.room._release(1 << 30)  # all that can goes
+            loss.backward()
+            optimizers[1].step()
+        assert scale.grad is not None
+        return scale.grad
+
+    assert torch.equal(gradient(fitted=True), gradient(fitted=False))
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("how", ["two", "raising"])
+def test_ops_are_seen_again_after_any_step_of_an_optimizer(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Dynamic,
+        "_can_step_unseen",
+        lambda self, *_: self.room.lax and self._mode is not None and not self.ledger.away,
+    )
+    slow = line(1.0, 1e3)  # nothing is swapped
+    machine = replace(same_machine(), out=slow, back=slow)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
+
+    def train(steps: int, budget: float | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+        early, late = list(model[:6].parameters()), list(model[6:].parameters())
+        first = torch.optim.SGD(early, lr=0.1)
+        second = torch.optim.SGD(late, lr=0.1)
+        raising = [False]
+
+        def hook(*_: object) -> None:
+            if raising[0]:
+                raising[0] = False
+                raise KeyError
+
+        second.register_step_pre_hook(hook)
+        around = lowtide.fit(model, second, budget=budget, policy="tide")
+        unseen = 0
+        with around if budget is not None else nullcontext():
+            for _ in range(steps):
+                if how == "two":
+                    model(torch.randn(512, 64)).square().mean().backward()
+                    first.step()
+                    first.zero_grad()
+                model(torch.randn(512, 64)).square().mean().backward()
+                if how == "raising":
+                    first.step()
+                raising[0] = how == "raising"
+                with suppress(KeyError):
+                    second.step()
+                if how == "raising":
+                    second.step()
+                second.zero_grad()
+                first.zero_grad()
+                if budget is not None:
+                    assert around._budgeted is not None and around._budgeted._dynamic is not None
+                    dynamic = around._budgeted._dynamic
+                    assert dynamic._mode is not None and not dynamic._unseen_step
+                    unseen += dynamic.room.lax
+                    if unseen > 1:
+                        assert not dynamic.room.counts["not dropped"]
+        return [p.detach() for p in model.parameters()], unseen
+
+    expected, _ = train(8, None)
+    ours, unseen = train(8, 0.7)
+    assert unseen > 2
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))

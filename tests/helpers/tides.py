@@ -1,0 +1,46 @@
+"""For tests by policy "tide": jobs, trained plainly and by plans."""
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from jobs import JOBS, heavy
+from tight import Run, find_difference, run
+
+import lowtide
+from lowtide._runtime.delta.planned import Planned
+
+STEPS = 6
+TOLERANCE = 0.01  # of the budget: what an allocator rounds
+BUILDS = JOBS | {"heavy": heavy, "at once": partial(heavy, foreach=True)}
+CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all alike
+
+
+@cache
+def plain(name: str) -> Run:
+    return run(BUILDS[name], STEPS)
+
+
+def planned_of(tide: lowtide.Tide) -> Planned:
+    assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+    found = tide._budgeted._dynamic.planned
+    assert found is not None
+    return found
+
+
+def check(name: str, share: float, **how: Any) -> tuple[Planned, list[int]]:
+    """Trained bit for bit, and every step, the first included, within the budget: their peaks."""
+    budget = int(share * max(plain(name).peaks))
+    made: list[lowtide.Tide] = []
+
+    def enter(tide: lowtide.Tide) -> lowtide.Tide:
+        made.append(tide)
+        return original(tide)
+
+    original = lowtide.Tide.__enter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowtide.Tide, "__enter__", enter)
+        ours = run(BUILDS[name], STEPS, budget, policy="tide", **how)
+    assert find_difference(ours.result, plain(name).result) is None
+    assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)
+    return planned_of(made[0]), ours.peaks
