@@ -56,7 +56,7 @@ def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces(plans_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only large state is worth moving, in four pieces."""
     monkeypatch.setattr(budgeting, "_SMALLEST", 1 << 16)
 

@@ -129,7 +129,7 @@ def test_state_may_be_looked_at_while_it_is_away() -> None:
 def test_a_step_is_traced_in_pieces_even_where_there_is_room() -> None:
     """What can be gained by pieces is seen only so; where they gain nothing, there are none."""
     job = heavy(rows=2048)
-    with lowtide.fit(job.model, job.optimizers, budget="40MiB", policy="tide") as tide:
+    with lowtide.fit(job.model, job.optimizers, budget="56MiB", policy="tide") as tide:
         for _ in range(4):
             job.step()
         (script,) = planned_of(tide).following.scripts
