@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tight import bits_of, find_difference, state_of
 from torch import nn
 
 import lowtide
+from lowtide._ir import Machine
 from lowtide._machine.link import line
+from lowtide._policy.tide import tide as plan_tide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.driver import Dynamic
@@ -40,6 +43,24 @@ def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
     assert find_difference(found, plain(name).result) is None
     if name not in CHANGING:
         assert unseen[-2:] == [True, True]
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_what_is_to_be_dropped_is_written_down_however_it_went_before(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps that are seen as a whole it may have been swapped first, for want of room."""
+    slow = Machine("slow", 1 << 40, 1 << 40, line(0.0, 1e8), line(0.0, 1e8))
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: slow)
+    monkeypatch.setattr(budgeting, "tide", partial(plan_tide, seed=seed))
+    job = JOBS["resnet"]()
+    budget = int(0.6 * max(plain("resnet").peaks))
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in range(STEPS):
+            job.step()
+        assert planned_of(tide).room.lax
+        assert planned_of(tide).room.counts["not dropped"] == 0
 
 
 def shifted() -> tuple[nn.ParameterList, torch.optim.Optimizer, Callable[[], torch.Tensor]]:

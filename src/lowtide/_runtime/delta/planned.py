@@ -193,8 +193,7 @@ class Planned:
         self._stray = None
         self.mode = Mode.DYNAMIC
         self.following.script = None
-        self.following.agrees = False
-        self.following.wanted.clear()
+        self.following.rest()
         self.let_go()
 
     # What happens in a step.
@@ -210,8 +209,7 @@ class Planned:
         if not watched:
             self.mode = Mode.LOOSE
             self.write_down(None)
-            self.following.agrees = False
-            self.following.wanted.clear()
+            self.following.rest()
             return
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
@@ -386,6 +384,8 @@ class Planned:
         if action.act is Act.RELEASE:
             return cell.state is not State.LEAVING or self.room.let_leave(cell) or not waits
         if cell.state is not State.HERE or not cell.handles:
+            if action.act is Act.DROP:
+                self.room.note(cell)  # of the steps to come, one may have to drop it
             return True
         if not cell.can_go() or not cell.alone():
             return False

@@ -257,6 +257,11 @@ class Room:
             else:
                 self.counts["not dropped"] += 1
 
+    def note(self, cell: DeltaCell) -> None:
+        """It went otherwise; what it is made by is needed where it is to be dropped."""
+        recipe = self.recipe_of(cell.value) if cell.value is not None else None
+        self.used.update(call.number for call in (recipe.calls if recipe is not None else ()))
+
     def let_leave(self, cell: DeltaCell) -> bool:
         """Its copy below is made, or waited for: its bytes go. False: it stays."""
         if not cell.release():

@@ -35,6 +35,11 @@ class Follower:
         self._followed: dict[tuple[Codes, ...], Codes] = {}
         self._late: list[Action] = []  # what could not be done in its time
 
+    def rest(self) -> None:
+        """Nothing is followed, for now."""
+        self.agrees = False
+        self.wanted.clear()
+
     def begin(self) -> None:
         """A step begins."""
         self.codes = []
