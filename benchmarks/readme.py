@@ -106,7 +106,9 @@ def delta_tables() -> str:
     for name, methods in results.get("batch", {}).items():
         plain = methods["plain"].get("largest_batch")
         for method, entry in methods.items():
-            fitting = [row for row in entry.get("probes", {}).values() if row.get("fits")]
+            if "largest_batch" not in entry:
+                continue  # a search that broke off says nothing of the largest
+            fitting = [row for row in entry["probes"].values() if row.get("fits")]
             for row in sorted(fitting, key=lambda row: row["batch"]):
                 if row["batch"] == plain or row["batch"] == max(r["batch"] for r in fitting):
                     lines.append(

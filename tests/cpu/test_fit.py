@@ -115,6 +115,33 @@ def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -
     assert "please report it" in tide.summary()
 
 
+def test_the_pool_is_told_once_that_steps_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def __init__(self) -> None:
+            self.told: list[bool] = []
+
+        def mark(self, *, anew: bool) -> None:
+            self.told.append(anew)
+
+        def capturing(self) -> bool:
+            return False
+
+    model, optimizer = make()
+    pool = Pool()
+    with lowtide.fit(model, optimizer, budget="1GiB") as tide:
+        monkeypatch.setattr(tide, "_pool", pool)
+        monkeypatch.setattr(tide, "_place", pool)
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        planned = tide._budgeted._dynamic.planned
+        assert planned is not None
+        train(model, optimizer)
+        planned.planned_anew = True
+        train(model, optimizer)
+        train(model, optimizer)
+        assert pool.told == [False, True, False]
+        monkeypatch.setattr(tide, "_pool", None)  # it has nothing to render
+
+
 def test_a_fit_does_not_start_cuda() -> None:
     code = (
         "import torch, lowtide\n"
