@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from untouched import installed, untouched
 
 from lowtide._errors import OutOfBudget
+from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.record import known
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.fit import Tide
@@ -128,6 +129,63 @@ def test_an_op_that_runs_out_of_memory_runs_again(name: str, k: int) -> None:
     assert failing.fails >= 100 / k
     assert rooms[0].counts["out of memory"] == failing.fails
     assert find_difference(bits_of([*losses, *all_of(job)]), plain(name).result) is None
+
+
+def test_a_library_that_says_anything_else_for_want_of_memory_runs_again() -> None:
+    """The allocator knows that it gave nothing."""
+    rooms: list[Room] = []
+    failed: set[int] = set()
+
+    def choose(number: int, func: OpOverload[..., Any]) -> BaseException | None:
+        if number in failed or "convolution" not in func.name() or not rooms:
+            return None
+        if not something_can_leave(rooms[0]):
+            return None
+        failed.add(number)
+        return RuntimeError("GET was unable to find an engine to execute this computation")
+
+    budget = budget_of("unet")
+    job = JOBS["unet"]()
+    with Failing(choose) as failing, fitted(job, budget) as tide:
+        rooms.append(room_of(tide))
+        rooms[0].failures = lambda: failing.fails
+        losses = train(job)
+        rooms.clear()
+    assert failing.fails > 10
+    found = [*bits_of(losses), *bits_of(all_of(job))]
+    assert find_difference(found, plain("unet").result) is None
+
+
+def test_what_a_library_takes_inside_is_had_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the allocator's own blocks: values leave until it could give them, or none is left."""
+    wish = 1 << 16
+    inside = Costs.inside
+
+    def some(costs: Costs, key: Any, name: str = "", args: Sequence[Any] = ()) -> int:
+        return wish if "convolution" in name else inside(costs, key, name, args)
+
+    monkeypatch.setattr(Costs, "inside", some)
+    budget = 2 * max(plain("unet").peaks)
+    job = JOBS["unet"]()
+    asked: list[tuple[int, ...]] = []
+    gone: list[int] = []
+
+    def could_give(*counts: int) -> bool:
+        asked.append(counts)
+        gone.append(room.counts["dropped"] + room.counts["swapped"])
+        return len(asked) % 3 == 0
+
+    with fitted(job, budget) as tide:
+        room = room_of(tide)
+        room.could_give = could_give
+        losses = train(job, 1)
+        assert not asked  # far from the budget, nobody asks
+        room.budget = budget // 3
+        losses += train(job, STEPS - 1)
+    assert len(asked) >= 3 and all(counts[-1] >= wish for counts in asked)
+    assert gone[2] > gone[1] > gone[0]  # after each time that it could not
+    found = [*bits_of(losses), *bits_of(all_of(job))]
+    assert find_difference(found, plain("unet").result) is None
 
 
 @pytest.mark.parametrize("k", [1, 5])

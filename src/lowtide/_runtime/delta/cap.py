@@ -69,6 +69,27 @@ class Cap:
             if stats["reserved_bytes"]["all"]["current"] + count > self._limit:
                 torch.cuda.empty_cache()
 
+    def could_give(self, *counts: int) -> bool:
+        """Whether blocks of these sizes can be had at once; if need be, the cache is given back.
+
+        That they were had and put back is all: what asks for them next finds them, or pages for
+        them.
+        """
+        global _failures
+        if self._before is None:
+            return True
+        failures, had = _failures, []
+        try:
+            for count in counts:
+                had.append(torch.cuda.caching_allocator_alloc(count, self._index))
+        except torch.OutOfMemoryError:
+            _failures = failures  # nothing was computed with less
+            return False
+        finally:
+            for block in had:
+                torch.cuda.caching_allocator_delete(block)
+        return True
+
     def margin(self, budget: int) -> int:
         """Bytes to leave to the allocator; asked once a step."""
         if self._before is None:

@@ -58,9 +58,7 @@ class Dynamic:
         self.room.recipe_of = self.trust.reliable
         self.room.surely_of = self.trust.surely
         self.room.cost_of = self.replayer.cost
-        self.room.failures = self.cap.failures
-        self.room.clear = self.cap.clear
-        self.room.flushes = self.cap.count
+        self.room.ask(self.cap)
         self.idle = idle(self)
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle

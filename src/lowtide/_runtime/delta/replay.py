@@ -11,7 +11,7 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call, Source, Value
-from lowtide._runtime.delta.room import Room, is_out_of_memory
+from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
@@ -241,7 +241,7 @@ class Replayer:
                 room.made_do(failures)
                 return result
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if not room.was_short(error, failures):
                     raise
 
         def work_from_state() -> Any:

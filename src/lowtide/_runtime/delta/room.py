@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowtide._errors import OutOfBudget
+from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.choose import drops, score
 from lowtide._runtime.delta.costs import Costs
@@ -20,7 +21,9 @@ from lowtide._units import format_bytes
 
 _SLACK = 0.01  # of the budget: what is made free beyond what is needed
 _WAITED = 2.0  # copies of a swap that are waited for: short of memory, hardly any is hidden
-_MOST_WISHED = 0.25  # of the budget
+_MOST_WISHED = 0.5  # of the budget
+_BETWEEN = 0.05  # of the budget: more than this can hardly lie between the allocator's blocks
+_PAGES = 8 << 20  # bytes that the allocator may lose where it makes one block out of two
 _FIRST_PORTION = 1 << 20
 _ORDERED = 64  # ops: as long the order in which values go holds, but for those used since
 _ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
@@ -59,6 +62,7 @@ class Room:
         self.clear: Callable[[int], None] = lambda _: None  # the device's allocator's cache
         self.flushes: Callable[[], int] = lambda: 0  # of it because there was no memory, so far
         self.failures: Callable[[], int] = lambda: 0  # of the device's allocator, so far
+        self.could_give: Callable[..., bool] = lambda *_: True  # blocks of these sizes at once
         self.counts: Counter[str] = Counter()
         self._noted = 0, 0  # failures so far, and those that were told of, when a step ended
         self._out_free_at = 0.0  # when the copies out that were asked for will be done
@@ -66,10 +70,18 @@ class Room:
         self._order: deque[DeltaCell] = deque()  # what goes next
         self._ordered_at = 0
 
-    def enough(self, need: int) -> bool:
-        """Whether an op that makes so much can run as things are."""
+    def ask(self, cap: Cap) -> None:
+        """What the device's allocator says."""
+        self.clear, self.could_give = cap.clear, cap.could_give
+        self.failures, self.flushes = cap.failures, cap.count
+
+    def enough(self, need: int, wish: int = 0) -> bool:
+        """Whether an op that makes so much, and takes `wish` inside, can run as things are."""
         budget = self.budget
-        return budget is None or self._ledger.held + need + _ROUNDING <= budget - self.margin
+        if budget is None:
+            return True
+        more = need + _ROUNDING + (wish + int(_BETWEEN * budget) if wish else 0)
+        return self._ledger.held + more <= budget - self.margin
 
     def run(
         self,
@@ -93,9 +105,12 @@ class Room:
         if failed:
             self._relieve(portion, need, name)
         elif not published:
+            wish = min(wish, int(_MOST_WISHED * (self.budget or 0)))
             self.make(need, name, wish=wish)
             if first:
                 self.clear(need + wish)
+            if wish:
+                self._assure(need, wish)
         while True:
             failures = self.failures()
             try:
@@ -103,7 +118,7 @@ class Room:
                 self.made_do(failures)
                 break
             except RuntimeError as error:  # out of memory is one
-                if not retry or not is_out_of_memory(error):
+                if not retry or not self.was_short(error, failures):
                     raise
                 self._relieve(portion, need, name)
                 portion *= 2
@@ -112,6 +127,28 @@ class Room:
         if published:
             self.make(0, name)
         return result
+
+    def _assure(self, need: int, wish: int) -> None:
+        """That the allocator has it all in blocks, too, if that can be by letting values go.
+
+        A library that does not get what it asks for computes in another way, in this run and, as it
+        remembers, in all that follow.
+        """
+        if self.lax or self._releasing or self.enough(need, wish):
+            return
+        sizes = [size for size in (need, wish + _PAGES) if size]
+        portion = max(wish // 4, _FIRST_PORTION)
+        while not self.could_give(*sizes):
+            if not self._release(portion):
+                return
+            portion *= 2
+
+    def was_short(self, error: BaseException, failures: int) -> bool:
+        """Whether an op failed for want of memory; so many `failures` were there before it.
+
+        A library to which the allocator gave nothing may say anything.
+        """
+        return is_out_of_memory(error) or self.failures() != failures
 
     def end_step(self) -> None:
         """Of ops that nobody saw, some may have made do with less, too."""
@@ -143,7 +180,6 @@ class Room:
         if budget is None or self._releasing or self.lax:
             return
         excess = self._ledger.held + more - (budget - self.margin)
-        wish = min(wish, int(_MOST_WISHED * budget))
         if excess + wish <= 0:
             return
         self._release(excess + wish + int(_SLACK * budget))

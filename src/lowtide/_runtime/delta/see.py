@@ -15,7 +15,7 @@ from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.replay import generator_of, rewind
 from lowtide._runtime.delta.results import Results
-from lowtide._runtime.delta.room import Room, is_out_of_memory
+from lowtide._runtime.delta.room import Room
 
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
@@ -144,7 +144,7 @@ class Seer:
             result = func._op(*args, **kwargs)
             self.room.made_do(failures)
         except RuntimeError as error:
-            if not what.retriable or not is_out_of_memory(error):
+            if not what.retriable or not self.room.was_short(error, failures):
                 raise
             key = shape_key(func, what, args, kwargs)
             need = self._costs.expected_bytes(key, func, args, kwargs) if what.makes else 0
@@ -181,7 +181,7 @@ class Seer:
         taken = self._costs.taken() if self._costs.looks(key) else None
         first = taken is not None and wish > 0
         hurried = not (timed or sampled or first or what.facts.may_be_random)
-        if not hurried or not self.room.enough(need + wish):
+        if not hurried or not self.room.enough(need, wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
             state = self._state_before(call) if what.facts.may_be_random else None
             result = self._run(work, what, need, state, wish=wish, first=first)
@@ -191,7 +191,7 @@ class Seer:
                 result = func._op(*args, **kwargs)
                 self.room.made_do(failures)
             except RuntimeError as error:
-                if not what.retriable or not is_out_of_memory(error):
+                if not what.retriable or not self.room.was_short(error, failures):
                     raise
                 work = self._work(func, args, kwargs, None, False)
                 result = self._run(work, what, need, None, failed=True)
