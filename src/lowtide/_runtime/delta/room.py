@@ -21,8 +21,7 @@ from lowtide._units import format_bytes
 
 _SLACK = 0.01  # of the budget: what is made free beyond what is needed
 _WAITED = 2.0  # copies of a swap that are waited for: short of memory, hardly any is hidden
-_MOST_WISHED = 0.5  # of the budget
-_BETWEEN = 0.05  # of the budget: more than this can hardly lie between the allocator's blocks
+_MOST_WISHED, _MOST_AT_FIRST = 0.25, 0.5  # of the budget
 _PAGES = 8 << 20  # bytes that the allocator may lose where it makes one block out of two
 _FIRST_PORTION = 1 << 20
 _ORDERED = 64  # ops: as long the order in which values go holds, but for those used since
@@ -75,13 +74,10 @@ class Room:
         self.clear, self.could_give = cap.clear, cap.could_give
         self.failures, self.flushes = cap.failures, cap.count
 
-    def enough(self, need: int, wish: int = 0) -> bool:
-        """Whether an op that makes so much, and takes `wish` inside, can run as things are."""
+    def enough(self, need: int) -> bool:
+        """Whether an op that makes so much can run as things are."""
         budget = self.budget
-        if budget is None:
-            return True
-        more = need + _ROUNDING + (wish + int(_BETWEEN * budget) if wish else 0)
-        return self._ledger.held + more <= budget - self.margin
+        return budget is None or self._ledger.held + need + _ROUNDING <= budget - self.margin
 
     def run(
         self,
@@ -105,11 +101,11 @@ class Room:
         if failed:
             self._relieve(portion, need, name)
         elif not published:
-            wish = min(wish, int(_MOST_WISHED * (self.budget or 0)))
+            most = _MOST_AT_FIRST if first else _MOST_WISHED
+            wish = min(wish, int(most * (self.budget or 0)))
             self.make(need, name, wish=wish)
             if first:
                 self.clear(need + wish)
-            if wish:
                 self._assure(need, wish)
         while True:
             failures = self.failures()
@@ -134,7 +130,7 @@ class Room:
         A library that does not get what it asks for computes in another way, in this run and, as it
         remembers, in all that follow.
         """
-        if self.lax or self._releasing or self.enough(need, wish):
+        if self.lax or self._releasing:
             return
         sizes = [size for size in (need, wish + _PAGES) if size]
         portion = max(wish // 4, _FIRST_PORTION)

@@ -181,7 +181,7 @@ class Seer:
         taken = self._costs.taken() if self._costs.looks(key) else None
         first = taken is not None and wish > 0
         hurried = not (timed or sampled or first or what.facts.may_be_random)
-        if not hurried or not self.room.enough(need, wish):
+        if not hurried or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
             state = self._state_before(call) if what.facts.may_be_random else None
             result = self._run(work, what, need, state, wish=wish, first=first)
