@@ -49,6 +49,26 @@ int32_t lowtide_pool_arena(lowtide_pool *pool, int32_t lane, int64_t bytes) {
   return pool->pool.set_arena(lane, bytes);
 }
 
+int32_t lowtide_pool_pages(lowtide_pool *pool, int32_t device, void *stream, int64_t bytes) {
+  return pool->pool.set_pages({device, stream}, bytes);
+}
+
+int32_t lowtide_pool_fill(lowtide_pool *pool, int32_t lane, int64_t bytes) {
+  return pool->pool.fill(lane, bytes);
+}
+
+int64_t lowtide_pool_lasting(lowtide_pool *pool, int32_t lane, int64_t *pages, int64_t room) {
+  return pool->pool.lasting(lane, pages, room);
+}
+
+int64_t lowtide_pool_free_pages(lowtide_pool *pool, int32_t device) {
+  return pool->pool.free_pages(device);
+}
+
+int64_t lowtide_pool_window(lowtide_pool *pool, int32_t lane, const int64_t *pages, int64_t count) {
+  return pool->pool.window(lane, pages, count);
+}
+
 void *lowtide_pool_home(lowtide_pool *pool, int64_t bytes, int32_t device, void *stream) {
   return pool->pool.home(bytes, {device, stream});
 }
@@ -67,6 +87,10 @@ void *lowtide_pool_place_in(lowtide_pool *pool, int32_t lane, int64_t offset, in
 
 int64_t lowtide_pool_index(lowtide_pool *pool, int32_t lane, void *block) {
   return pool->pool.index(lane, block);
+}
+
+int64_t lowtide_pool_paged(lowtide_pool *pool, void *block) {
+  return pool->pool.paged_bytes(block);
 }
 
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block) { return pool->pool.age(block); }

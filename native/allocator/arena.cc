@@ -51,7 +51,17 @@ int64_t Arena::largest_gap() {
 }
 
 void Arena::put(int64_t offset, Block block) {
-  assert(vacant(offset, block.bytes));
+  ++count_;
+  occupy(offset, std::move(block));
+}
+
+Block Arena::take(int64_t offset) {
+  --count_;
+  return vacate(offset);
+}
+
+void Arena::occupy(int64_t offset, Block block) {
+  assert(Arena::vacant(offset, block.bytes));
   const auto next = blocks_.lower_bound(offset);
   if (indexed_) {
     const auto [start, end] = gap_around(next);
@@ -68,7 +78,7 @@ Block *Arena::find(int64_t offset) {
   return found == blocks_.end() ? nullptr : &found->second;
 }
 
-Block Arena::take(int64_t offset) {
+Block Arena::vacate(int64_t offset) {
   const auto found = blocks_.find(offset);
   assert(found != blocks_.end());
   Block block = std::move(found->second);

@@ -30,6 +30,12 @@ struct Origin {
 };
 
 struct Block {
+  enum class Kind {
+    kWhole,
+    kPart,    // of a block that lies in a window (paged.h)
+    kAbsent,  // no block: pages without memory
+  };
+  Kind kind = Kind::kWhole;
   int64_t bytes = 0;      // rounded
   int64_t requested = 0;
   Origin origin;
@@ -42,35 +48,44 @@ class Arena {
  public:
   Arena(void *base, int64_t bytes, Stream stream)
       : base(static_cast<char *>(base)), bytes(bytes), stream(stream) {}
+  virtual ~Arena() = default;
 
   char *const base;
   const int64_t bytes;
   const Stream stream;
   bool retired = false;  // nothing new goes in; with its last block it goes back
 
-  bool holds(const void *pointer) const {
+  virtual bool holds(const void *pointer) const {
     return pointer >= base && pointer < base + bytes;
   }
+  bool empty() const { return count_ == 0; }
   // Whether no block has a byte of offset .. offset + bytes.
-  bool vacant(int64_t offset, int64_t bytes) const;
+  virtual bool vacant(int64_t offset, int64_t bytes) const;
   // The highest offset at which `bytes` fit, or -1.  Blocks that no plan foresaw go there: one that
   // stays is then in the way of as little as can be, since plans fill the arena from below.
   int64_t highest_fit(int64_t bytes);
   int64_t largest_gap();
-  void put(int64_t offset, Block block);  // the place must be vacant
-  Block *find(int64_t offset);
-  Block take(int64_t offset);
+  virtual void put(int64_t offset, Block block);  // the place must be vacant
+  virtual Block *find(int64_t offset);
+  virtual Block take(int64_t offset);
   // Gaps are indexed from the first highest_fit on, until this: following a plan needs no index.
   void stop_indexing();
   const std::map<int64_t, Block> &blocks() const { return blocks_; }
 
- private:
+ protected:
   void index();
+  void occupy(int64_t offset, Block block);
+  Block vacate(int64_t offset);
+  const std::set<std::pair<int64_t, int64_t>> &gaps() const { return gaps_; }  // size, offset
+
+  int64_t count_ = 0;  // of blocks that somebody has
+
+ private:
   // The gap that offset .. end would lie in, were it empty.
   std::pair<int64_t, int64_t> gap_around(std::map<int64_t, Block>::const_iterator next) const;
 
   std::map<int64_t, Block> blocks_;  // by offset
-  std::set<std::pair<int64_t, int64_t>> gaps_;  // size, offset
+  std::set<std::pair<int64_t, int64_t>> gaps_;
   bool indexed_ = false;
 };
 

@@ -8,10 +8,10 @@ namespace lowtide {
 // The backend has no memory: find some of what the pool keeps.
 void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
   const auto again = [&](Lock &lock) {
-    const std::vector<void *> bases = drained();
+    const auto gone = drained();
     const Stream stream = lanes_[static_cast<size_t>(number)]->stream;
     lock.unlock();
-    release(bases);
+    release(gone);
     void *block = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
     lock.lock();
     *place = block ? Place::kBackend : Place::kNowhere;
@@ -21,7 +21,11 @@ void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
   Lane &lane = *lanes_[static_cast<size_t>(number)];
   const bool waited = !waiting_.empty() && !paused_;
   if (waited) sweep(lock, true);
-  const int64_t offset = lane.arena ? lane.arena->highest_fit(rounded(bytes)) : -1;
+  int64_t offset = -1;
+  if (lane.paged)
+    offset = find_pages(lane, rounded(bytes));
+  else if (lane.arena)
+    offset = lane.arena->highest_fit(rounded(bytes));
   if (offset >= 0) {
     put(*lane.arena, offset, bytes, {});
     *place = Place::kArena;
@@ -29,17 +33,19 @@ void *Pool::last_resort(int32_t number, int64_t bytes, Place *place) {
   }
   bool any = waited;
   for (const auto &other : lanes_)
-    if (other->arena && other->stream.device == lane.stream.device &&
-        other->arena->blocks().empty()) {
-      other->arena->retired = any = true;
-      other->arena = nullptr;
+    if (other->arena && !other->paged && other->stream.device == lane.stream.device &&
+        other->arena->empty()) {
+      let_go(*other);
+      any = true;
     }
+  if (!lane.paged) any |= give_pages(lane.stream.device, bytes);
   if (any)
     if (void *block = again(lock)) return block;
   // The step fits nowhere beside the arena.  Without it, it may.
   ++lane.told.refused;
   for (const auto &other : lanes_)
-    other->distrusted |= other->arena && other->stream.device == lane.stream.device;
+    other->distrusted |=
+        other->arena && !other->paged && other->stream.device == lane.stream.device;
   *place = Place::kNowhere;
   return nullptr;
 }
@@ -63,29 +69,44 @@ void Pool::sweep(Lock &lock, bool wait) {
       remove(*waiting.arena, waiting.offset);
     else
       waiting_.push_back(std::move(waiting));
-  const std::vector<void *> bases = drained();
-  if (bases.empty()) return;
+  const auto gone = drained();
+  if (gone.empty()) return;
   lock.unlock();
-  release(bases);
+  release(gone);
   lock.lock();
 }
 
-std::vector<void *> Pool::drained() {
-  std::vector<void *> bases;
-  const auto gone = [&](const std::unique_ptr<Arena> &arena) {
-    if (!arena->retired || !arena->blocks().empty()) return false;
-    lowtide_pool_stats &counts = stats(arena->stream.device);
-    counts.arenas -= 1;
-    counts.arena_bytes -= arena->bytes;
-    bases.push_back(arena->base);
-    return true;
-  };
-  arenas_.erase(std::remove_if(arenas_.begin(), arenas_.end(), gone), arenas_.end());
-  return bases;
+void Pool::let_go(Lane &lane) {
+  if (lane.arena) lane.arena->retired = true;
+  lane.arena = nullptr;
+  lane.paged = nullptr;
 }
 
-void Pool::release(const std::vector<void *> &bases) {
-  for (void *base : bases) backend_.release(backend_.context, base);
+std::vector<std::unique_ptr<Arena>> Pool::drained() {
+  std::vector<std::unique_ptr<Arena>> gone;
+  for (auto &arena : arenas_) {
+    if (!arena->retired || !arena->empty()) continue;
+    lowtide_pool_stats &counts = stats(arena->stream.device);
+    if (const auto *paged = dynamic_cast<const Paged *>(arena.get())) {
+      counts.page_bytes -= paged->filled() * paged->page;
+    } else {
+      counts.arenas -= 1;
+      counts.arena_bytes -= arena->bytes;
+    }
+    gone.push_back(std::move(arena));
+  }
+  arenas_.erase(std::remove(arenas_.begin(), arenas_.end(), nullptr), arenas_.end());
+  return gone;
+}
+
+void Pool::release(const std::vector<std::unique_ptr<Arena>> &arenas) {
+  for (const auto &arena : arenas)
+    if (dynamic_cast<const Paged *>(arena.get())) {
+      backend_.settle(backend_.context, arena->stream.device);
+      backend_.give_up(backend_.context, arena->base, arena->stream.device);
+    } else {
+      backend_.release(backend_.context, arena->base);
+    }
 }
 
 void Pool::reclaim() {
@@ -107,17 +128,17 @@ bool Pool::set_arena(int32_t number, int64_t bytes) {
   Lock lock(mutex_);
   if (number < 0 || number >= static_cast<int32_t>(lanes_.size()) || bytes < 0) return false;
   Lane &lane = *lanes_[static_cast<size_t>(number)];
+  if (lane.paged) return false;
   Arena *old = lane.arena;
   int64_t gone = 0;
-  if (old) old->retired = true;
-  if (old && old->blocks().empty()) {  // makes room for the new one
+  let_go(lane);
+  if (old && old->empty()) {  // makes room for the new one
     gone = old->bytes;
     old = nullptr;
   }
-  lane.arena = nullptr;
-  const std::vector<void *> bases = drained();
+  const auto drained_now = drained();
   lock.unlock();
-  release(bases);
+  release(drained_now);
   void *base = nullptr;
   const auto allocate = [&](int64_t size) {
     return backend_.allocate(backend_.context, size, lane.stream.device, lane.stream.handle);
@@ -167,9 +188,9 @@ void *Pool::place_in(int32_t number, int64_t offset, int64_t bytes) {
 void Pool::dismiss(void *home) {
   Lock lock(mutex_);
   if (Arena *const arena = arena_at(home)) arena->retired = true;
-  const std::vector<void *> bases = drained();
+  const auto gone = drained();
   lock.unlock();
-  release(bases);
+  release(gone);
 }
 
 int64_t Pool::largest_gap(int32_t device) {
@@ -192,8 +213,10 @@ int64_t Pool::map(int32_t device, int64_t *numbers, int64_t room) {
     if (arena->stream.device != device) continue;
     add(reinterpret_cast<int64_t>(arena->base));
     add(arena->bytes);
-    add(static_cast<int64_t>(arena->blocks().size()));
+    const auto there = [](const auto &one) { return one.second.kind != Block::Kind::kAbsent; };
+    add(std::count_if(arena->blocks().begin(), arena->blocks().end(), there));
     for (const auto &[offset, block] : arena->blocks()) {
+      if (block.kind == Block::Kind::kAbsent) continue;
       add(reinterpret_cast<int64_t>(arena->base + offset));
       add(block.bytes);
       add(block.requested);

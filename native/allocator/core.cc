@@ -15,7 +15,7 @@ constexpr int64_t kMost = int64_t{1} << 62;
 Pool::~Pool() {
   for (const Waiting &waiting : waiting_)
     for (void *event : waiting.events) backend_.drop(backend_.context, event);
-  for (const auto &arena : arenas_) backend_.release(backend_.context, arena->base);
+  release(arenas_);
 }
 
 int64_t Pool::now_ns() const {
@@ -38,13 +38,12 @@ void Pool::stop() {
     lane->follower = {};
     lane->told = {};
     lane->distrusted = false;
-    if (lane->arena) lane->arena->retired = true;
-    lane->arena = nullptr;
+    let_go(*lane);
   }
   sweep(lock);
-  const std::vector<void *> bases = drained();
+  const auto gone = drained();
   lock.unlock();
-  release(bases);
+  release(gone);
 }
 
 void Pool::pause(bool paused) {
@@ -80,7 +79,7 @@ int64_t Pool::choose(Lane &lane, int64_t bytes) {
     return -1;
   }
   if (match.found) {
-    lane.arena->stop_indexing();
+    if (!lane.paged) lane.arena->stop_indexing();
     if (lane.arena->vacant(match.offset, rounded(bytes))) {
       ++lane.told.planned;
       return match.offset;
@@ -89,6 +88,7 @@ int64_t Pool::choose(Lane &lane, int64_t bytes) {
     return -1;
   }
   ++lane.told.unplanned;
+  if (lane.paged) return -1;
   const bool lost = lane.follower.lost() || lane.follower.empty() || step.overflow;
   return lost && bytes >= kSmall ? lane.arena->highest_fit(rounded(bytes)) : -1;
 }
@@ -120,27 +120,32 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
   if (!waiting_.empty()) sweep(lock);
   const int32_t number = lane_of(stream);
   Lane &lane = *lanes_[static_cast<size_t>(number)];
-  if (lane.distrusted && lane.arena && lane.arena->blocks().empty()) {
-    lane.arena->retired = true;
-    lane.arena = nullptr;
+  if (lane.distrusted && lane.arena && lane.arena->empty()) {
+    let_go(lane);
     lane.distrusted = false;
-    const std::vector<void *> bases = drained();
+    const auto gone = drained();
     lock.unlock();
-    release(bases);
+    release(gone);
     lock.lock();
   }
   const int64_t index = lane.steps.made(bytes, now);
   const Origin origin{number, lane.steps.number(), index};
   ++lane.told.allocations;
-  if (mode() == LOWTIDE_POOL_REPLAY) {
-    const int64_t offset = choose(lane, bytes);
-    if (offset >= 0) {
-      put(*lane.arena, offset, bytes, origin);
-      if (receipt)
-        *receipt = {Place::kArena, rounded(bytes), bytes,
-                    false,         stream.device,  stats(stream.device)};
-      return lane.arena->base + offset;
+  int64_t offset = mode() == LOWTIDE_POOL_REPLAY ? choose(lane, bytes) : -1;
+  if (lane.paged && offset < 0) {
+    offset = find_pages(lane, rounded(bytes));
+    if (offset < 0 && !waiting_.empty() && !paused_) {
+      sweep(lock, true);
+      if (lane.paged) offset = find_pages(lane, rounded(bytes));
     }
+  }
+  if (offset >= 0) {
+    lane.told.scattered += offset >= lane.arena->bytes;
+    put(*lane.arena, offset, bytes, origin);
+    if (receipt)
+      *receipt = {Place::kArena, rounded(bytes), bytes,
+                  false,         stream.device,  stats(stream.device)};
+    return lane.arena->base + offset;
   }
   lock.unlock();
   void *block = backend_.allocate(backend_.context, bytes, stream.device, stream.handle);
@@ -195,10 +200,10 @@ Pool::Place Pool::free(void *pointer, Receipt *receipt) {
     if (block->touched.empty()) {
       remove(*arena, offset);
       if (receipt) *receipt = {Place::kArena, bytes, requested, false, device, stats(device)};
-      if (arena->retired && arena->blocks().empty()) {
-        const std::vector<void *> bases = drained();
+      if (arena->retired && arena->empty()) {
+        const auto gone = drained();
         lock.unlock();
-        release(bases);
+        release(gone);
       }
       return Place::kArena;
     }
@@ -265,6 +270,10 @@ int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
     lane.told.signature = step.signature;
     lane.told.overflow = step.overflow;
     lane.told.arena_bytes = lane.arena ? lane.arena->bytes : 0;
+    if (lane.paged) {
+      lane.told.page = lane.paged->page;
+      lane.told.arena_bytes = lane.paged->filled() * lane.paged->page;
+    }
     lane.told.plan = lane.follower.end(step.sizes);
     if (step.overflow) lane.told.plan = -1;
     if (lane.told.plan >= 0) lane.distrusted = false;
@@ -310,8 +319,11 @@ int64_t Pool::plan(int32_t number, int64_t count, const int64_t *sizes, int32_t 
 
 void Pool::forget(int32_t number, int64_t plan) {
   Lock lock(mutex_);
-  if (number >= 0 && number < static_cast<int32_t>(lanes_.size()))
-    lanes_[static_cast<size_t>(number)]->follower.forget(plan);
+  if (number < 0 || number >= static_cast<int32_t>(lanes_.size())) return;
+  Lane &lane = *lanes_[static_cast<size_t>(number)];
+  if (lane.paged)
+    for (const int64_t offset : lane.follower.offsets(plan)) lane.paged->let_go(offset);
+  lane.follower.forget(plan);
 }
 
 Origin Pool::origin_of(void *pointer) {

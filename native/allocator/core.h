@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "paged.h"
 #include "plan.h"
 #include "pool.h"
 #include "steps.h"
@@ -49,6 +50,11 @@ class Pool {
                const int64_t *offsets);
   void forget(int32_t lane, int64_t plan);
   bool set_arena(int32_t lane, int64_t bytes);
+  bool set_pages(Stream stream, int64_t bytes);
+  bool fill(int32_t lane, int64_t bytes);
+  int64_t lasting(int32_t lane, int64_t *pages, int64_t room);
+  int64_t free_pages(int32_t device);
+  int64_t window(int32_t lane, const int64_t *pages, int64_t count);
 
   void *home(int64_t bytes, Stream stream);
   void *place(void *home, int64_t offset, int64_t bytes);
@@ -61,6 +67,8 @@ class Pool {
   lowtide_pool_stats count(int32_t device);
   // Whether the block lies in an arena: that arena's base.
   void *base_of(const void *block);
+  // Bytes of the block, if it lies in pages; 0: it does not.
+  int64_t paged_bytes(const void *block);
   int64_t largest_gap(int32_t device);
   int64_t map(int32_t device, int64_t *numbers, int64_t room);
   Stream stream_of(int32_t lane);
@@ -72,6 +80,7 @@ class Pool {
     explicit Lane(Stream stream) : stream(stream) {}
     const Stream stream;
     Arena *arena = nullptr;
+    Paged *paged = nullptr;         // the same, if it is one in pages
     bool distrusted = false;        // something did not fit beside the arena: it goes when it is empty
     Steps steps;
     Follower follower;
@@ -93,9 +102,18 @@ class Pool {
   void note_free(const Origin &origin);
   void record_events(Lock &lock, Arena *arena, int64_t offset);
   void sweep(Lock &lock, bool wait = false);
-  // Takes drained arenas off the list; their bases are the caller's to release, unlocked.
-  std::vector<void *> drained();
-  void release(const std::vector<void *> &bases);
+  // Takes drained arenas off the list; they are the caller's to release, unlocked.
+  std::vector<std::unique_ptr<Arena>> drained();
+  void release(const std::vector<std::unique_ptr<Arena>> &arenas);
+  void let_go(Lane &lane);  // its arena is retired
+  // Where in its pages a block of the lane can lie, or -1; memory and windows are added as needed.
+  int64_t find_pages(Lane &lane, int64_t size);
+  int64_t find_pages(Paged &paged, int64_t size, int64_t floor);
+  bool fill(Paged &paged, const std::vector<Paged::Stretch> &stretches);
+  Paged *paged_of(int32_t lane);
+  bool give_pages(int32_t device, int64_t bytes);
+  int64_t show(Paged &paged, const std::vector<int64_t> &pages, bool kept);
+  void hide(Paged &paged, bool all);
   Arena *add_arena(void *base, int64_t bytes, Stream stream);
   void *last_resort(int32_t lane, int64_t bytes, Place *place);
   lowtide_pool_stats &stats(int32_t device);

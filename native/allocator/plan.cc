@@ -42,6 +42,11 @@ void Follower::forget(int64_t number) {
                plans_.end());
 }
 
+std::vector<int64_t> Follower::offsets(int64_t number) {
+  const Plan *const plan = find(number);
+  return plan ? plan->offsets() : std::vector<int64_t>{};
+}
+
 void Follower::reset() {
   plan_ = nullptr;
   position_ = 0;

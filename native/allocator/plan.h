@@ -19,6 +19,7 @@ class Plan {
   int64_t next = -1;  // the plan that followed when it was last followed to its end
 
   int64_t offset(size_t i) const { return offsets_[static_cast<size_t>(phase) * sizes.size() + i]; }
+  const std::vector<int64_t> &offsets() const { return offsets_; }
   void turn() { phase = (phase + 1) % phases_; }
   // The first place at or after `from` where the plan has these three sizes, else the first of all:
   // the index of the third, or -1.
@@ -44,6 +45,7 @@ class Follower {
 
   void add(std::unique_ptr<Plan> plan) { plans_.push_back(std::move(plan)); }
   void forget(int64_t number);
+  std::vector<int64_t> offsets(int64_t number);  // of that plan
   bool empty() const { return plans_.empty(); }
 
   // `sizes` is the step so far, the allocation in question last.

@@ -13,7 +13,7 @@
 //      event behind that stream's work has passed.
 //   3. A plan is advice.  What it did not foresee goes to the backend and is counted: a step that
 //      departs costs memory, never correctness.
-//   4. No lock is held while the backend is called.
+//   4. No lock is held while the backend is called, but for its pages.
 //   5. An arena goes back to the backend when it is retired and its last block is gone.
 //   6. No memory is said only when nothing is left that would come back by waiting; and then the arena
 //      goes as soon as it is empty, so that what did not fit beside it can be tried again without.
@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or the meaning of a field changes.
-#define LOWTIDE_POOL_ABI 1
+#define LOWTIDE_POOL_ABI 2
 
 typedef struct lowtide_pool lowtide_pool;
 
@@ -40,6 +40,20 @@ typedef struct {
   int32_t (*passed)(void *context, void *event);  // whether it has; does not wait
   void (*wait)(void *context, void *event);       // until it has
   void (*drop)(void *context, void *event);
+  // Memory in pages, for arenas whose blocks need not lie in one piece.  A page may be shown at several
+  // addresses at once.  These are called with the pool's lock held, and must not call the pool.
+  int64_t page;  // bytes of one; 0: there are none, and no functions for them
+  void *(*reserve)(void *context, int64_t bytes, int32_t device);  // addresses alone; NULL: none
+  void (*give_up)(void *context, void *base, int32_t device);      // with all that is shown there
+  // Pages `first` and so on of the addresses at `base` get memory: how many of them.
+  int64_t (*fill)(void *context, void *base, int64_t first, int64_t count, int32_t device);
+  void (*drain)(void *context, void *base, int64_t first, int64_t count, int32_t device);
+  // These pages are shown at offset `at`, too, side by side.  0: they cannot be.
+  int32_t (*show)(void *context, void *base, int64_t at, const int64_t *pages, int64_t count,
+                  int32_t device);
+  void (*hide)(void *context, void *base, int64_t at, int64_t count, int32_t device);
+  // Before pages are drained or hidden: until the device has done all that it was given.
+  void (*settle)(void *context, int32_t device);
 } lowtide_pool_backend;
 
 enum {
@@ -59,7 +73,9 @@ typedef struct {
   int64_t planned;          // allocations that got their planned address
   int64_t displaced;        // ... whose planned bytes were still in use
   int64_t unplanned;        // ... that no plan foresaw; the others outlive the plan, outside
-  int64_t arena_bytes;      // 0: the lane has no arena
+  int64_t arena_bytes;      // 0: the lane has no arena; of one in pages, what has memory
+  int64_t page;             // bytes of a page of it; 0: it has none
+  int64_t scattered;        // allocations that do not lie in one piece
   int32_t overflow;         // the step was too long to be noted whole
   int32_t refused;          // allocations for which there was no memory anywhere
 } lowtide_pool_lane;
@@ -78,6 +94,8 @@ typedef struct {
   int64_t arenas_made;      // arenas there ever were
   int64_t arenas_made_bytes;
   int64_t held;             // blocks of the backend that the pool handed out and that still live
+  int64_t page_bytes;       // memory of arenas in pages, which are not counted as arenas
+  int64_t page_calls;       // how often pages were given memory, or shown
 } lowtide_pool_stats;
 
 int32_t lowtide_pool_abi(void);
@@ -114,6 +132,20 @@ void lowtide_pool_forget(lowtide_pool *pool, int32_t lane, int64_t plan);
 // Gives the lane an arena of `bytes` and retires the one it has.  0: no memory; the lane keeps its old
 // arena, or one like it.  With bytes 0 the lane is left without one.
 int32_t lowtide_pool_arena(lowtide_pool *pool, int32_t lane, int64_t bytes);
+// Gives the stream's lane an arena in pages, of at most `bytes`, instead of the one it has: from now on
+// all that the lane allocates lies in it, where plans say or wherever pages are free, and it grows
+// as it must.  0: there are no pages.
+int32_t lowtide_pool_pages(lowtide_pool *pool, int32_t device, void *stream, int64_t bytes);
+// Memory for the lowest `bytes` of them, which plans use; what they do not foresee keeps out of it where
+// it can.  0: there is not so much.
+int32_t lowtide_pool_fill(lowtide_pool *pool, int32_t lane, int64_t bytes);
+// Pages of the lane's arena side by side: the offset at which they are, for plans.  -1: they cannot be.
+int64_t lowtide_pool_window(lowtide_pool *pool, int32_t lane, const int64_t *pages, int64_t count);
+// The pages, in order, in which something lies that was made before the last step, and still lives: for
+// a plan to leave alone.  Returns how many there are.
+int64_t lowtide_pool_lasting(lowtide_pool *pool, int32_t lane, int64_t *pages, int64_t room);
+// Bytes of whole pages that nobody uses, of those that have memory.
+int64_t lowtide_pool_free_pages(lowtide_pool *pool, int32_t device);
 // An arena of no lane, for blocks that `place` puts into it; it goes back with the last of them, or
 // at once by `dismiss` if it has none.  Returns its base, or NULL.
 void *lowtide_pool_home(lowtide_pool *pool, int64_t bytes, int32_t device, void *stream);
@@ -122,6 +154,8 @@ void lowtide_pool_dismiss(lowtide_pool *pool, void *home);
 
 // The base of the arena or home that the block lies in, or NULL.
 void *lowtide_pool_base(lowtide_pool *pool, void *block);
+// The bytes that the block has in pages; 0: it does not lie in pages.
+int64_t lowtide_pool_paged(lowtide_pool *pool, void *block);
 // How many marks ago the block was allocated; -1: it is none of the pool's, or older than it tells.
 int64_t lowtide_pool_age(lowtide_pool *pool, void *block);
 // Which allocation of the lane's step the block was; -1: it is none of that lane's.

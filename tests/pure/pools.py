@@ -21,6 +21,7 @@ def _library() -> Any:
         ("finish", None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
         ("bytes", ctypes.c_int64, [ctypes.c_void_p]),
         ("events", ctypes.c_int64, [ctypes.c_void_p]),
+        ("shown", ctypes.c_int64, [ctypes.c_void_p]),
         ("limit", None, [ctypes.c_void_p, ctypes.c_int64]),
     ):
         function = getattr(library, f"lowtide_host_{name}")
@@ -85,6 +86,15 @@ class Host:
     def limit(self, capacity: int) -> None:
         self.library.lowtide_host_limit(self.host, capacity)
 
+    def use_pages(self, size: int, stream: int = 0) -> None:
+        """What the stream allocates lies in pages from now on."""
+        assert self.core.set_pages(0, stream, size)
+
+    @property
+    def shown(self) -> int:
+        """Pages in windows."""
+        return int(self.library.lowtide_host_shown(self.host))
+
     @property
     def bytes(self) -> int:
         """Allocated in the backend."""
@@ -106,6 +116,7 @@ class Place:
         self.cleared: list[dict[int, int]] = []
         self.trims = 0
         self.missing = 0
+        self.room = 0  # for pages
 
     def settle(self, device: int) -> None:
         self.settled.append(device)
@@ -116,6 +127,9 @@ class Place:
         self.arenas.append(size)
         self.missing = size // 10
         return self._core.set_arena(lane, size)
+
+    def page_room(self, device: int) -> int:
+        return self.room
 
     def trim(self) -> None:
         self.trims += 1

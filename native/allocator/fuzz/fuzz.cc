@@ -23,6 +23,8 @@ namespace {
 
 using Random = std::mt19937_64;
 
+constexpr int64_t kStride = 4096;  // the same bytes may be shown at several addresses
+
 int64_t pick(Random &random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(random);
 }
@@ -190,7 +192,8 @@ class Worker {
     if (!block) return nullptr;
     checker_.add(block, size);
     const char mark = static_cast<char>(pick(random_, 1, 127));
-    block[0] = block[size - 1] = mark;
+    for (int64_t at = 0; at < size; at += kStride) block[at] = mark;
+    block[size - 1] = mark;
     blocks_.push_back({block, size, mark, false});
     return block;
   }
@@ -204,8 +207,9 @@ class Worker {
   void give(size_t i) {
     const Taken taken = blocks_[i];
     blocks_.erase(blocks_.begin() + static_cast<int64_t>(i));
-    if (taken.block[0] != taken.mark || taken.block[taken.size - 1] != taken.mark)
-      fail("a block was written over");
+    for (int64_t at = 0; at < taken.size; at += kStride)
+      if (taken.block[at] != taken.mark) fail("a block was written over");
+    if (taken.block[taken.size - 1] != taken.mark) fail("a block was written over");
     checker_.remove(taken.block, taken.touched ? other() : nullptr);
     if (!lowtide_pool_free(pool_, taken.block)) fail("a block is unknown when it is freed");
   }
@@ -237,6 +241,12 @@ void run_case(Random &random, const std::vector<Step> &recorded) {
     for (int64_t i = 0; i < threads; ++i)  // two may share a stream
       workers.push_back(std::make_unique<Worker>(host, pool, checker, random(), i / 2 + 1, ample));
     lowtide_pool_mode(pool, LOWTIDE_POOL_RECORD);
+    const bool paged = pick(random, 0, 1) != 0;
+    if (paged)
+      for (intptr_t stream = 1; stream <= 2; ++stream)
+        if (pick(random, 0, 3))
+          lowtide_pool_pages(pool, 0, reinterpret_cast<void *>(stream),
+                             (ample ? 1 << 15 : pick(random, 1, 256)) * LOWTIDE_HOST_PAGE);
     for (int64_t round = 0; round < 8; ++round) {
       std::vector<std::thread> running;
       for (auto &worker : workers) {
@@ -263,6 +273,14 @@ void run_case(Random &random, const std::vector<Step> &recorded) {
           std::vector<int64_t> offset = step.offset;
           if (pick(random, 0, 4) == 0)  // nonsense
             for (int64_t &at : offset) at = pick(random, 0, 4000) * 512;
+          for (int64_t &at : offset)
+            if (paged && pick(random, 0, 3) == 0) {
+              std::vector<int64_t> pages;
+              for (int64_t page = pick(random, 0, 40); pages.size() < 8; page += pick(random, 1, 5))
+                pages.push_back(page);
+              at = lowtide_pool_window(pool, lane, pages.data(), pick(random, 1, 8));
+            }
+          if (paged && pick(random, 0, 1)) lowtide_pool_fill(pool, lane, height);
           const int64_t count = static_cast<int64_t>(offset.size());
           const int32_t phases = static_cast<int32_t>(pick(random, 1, 2));
           if (phases == 2)

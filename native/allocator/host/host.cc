@@ -1,5 +1,9 @@
 #include "host.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -17,9 +21,16 @@ struct Event {
 
 }  // namespace
 
+struct Range {  // of addresses, with a file whose pages are shown there
+  int64_t bytes;
+  int file;
+  int64_t filled;
+};
+
 struct lowtide_host {
   std::mutex mutex;
-  int64_t capacity = 0, bytes = 0, events = 0;
+  int64_t capacity = 0, bytes = 0, events = 0, shown = 0;
+  std::map<void *, Range> ranges;
   std::unordered_map<void *, int64_t> blocks;
   std::map<std::pair<int32_t, void *>, std::pair<int64_t, int64_t>> streams;  // given, done
 };
@@ -80,6 +91,83 @@ void drop(void *context, void *event) {
   delete static_cast<Event *>(event);
 }
 
+constexpr int64_t kPage = LOWTIDE_HOST_PAGE;
+
+void *reserve(void *context, int64_t bytes, int32_t) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  void *const base = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return nullptr;
+  const int file = memfd_create("lowtide", 0);
+  if (file < 0 || ftruncate(file, bytes)) std::abort();
+  host.ranges[base] = {bytes, file, 0};
+  return base;
+}
+
+void map_at(void *base, int64_t offset, int64_t bytes, int file, int64_t from) {
+  void *const at = static_cast<char *>(base) + offset;
+  const int flags = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
+  if (mmap(at, static_cast<size_t>(bytes), file < 0 ? PROT_NONE : PROT_READ | PROT_WRITE,
+           flags | MAP_FIXED, file, from) != at)
+    std::abort();
+}
+
+void give_up(void *context, void *base, int32_t) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  const auto found = host.ranges.find(base);
+  if (found == host.ranges.end()) std::abort();
+  host.bytes -= found->second.filled;
+  munmap(base, static_cast<size_t>(found->second.bytes));
+  close(found->second.file);
+  host.ranges.erase(found);
+  if (host.ranges.empty()) host.shown = 0;
+}
+
+int64_t fill(void *context, void *base, int64_t first, int64_t count, int32_t) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  Range &range = host.ranges.at(base);
+  count = std::min(count, (host.capacity - host.bytes) / kPage);
+  if (count <= 0) return 0;
+  map_at(base, first * kPage, count * kPage, range.file, first * kPage);
+  host.bytes += count * kPage;
+  range.filled += count * kPage;
+  return count;
+}
+
+void drain(void *context, void *base, int64_t first, int64_t count, int32_t) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  Range &range = host.ranges.at(base);
+  map_at(base, first * kPage, count * kPage, -1, 0);
+  if (fallocate(range.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first * kPage,
+                count * kPage))
+    std::abort();
+  host.bytes -= count * kPage;
+  range.filled -= count * kPage;
+}
+
+int32_t show(void *context, void *base, int64_t at, const int64_t *pages, int64_t count, int32_t) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  const Range &range = host.ranges.at(base);
+  for (int64_t i = 0; i < count; ++i)
+    map_at(base, at + i * kPage, kPage, range.file, pages[i] * kPage);
+  host.shown += count;
+  return 1;
+}
+
+void hide(void *context, void *base, int64_t at, int64_t count, int32_t) {
+  lowtide_host &host = host_of(context);
+  const std::lock_guard<std::mutex> lock(host.mutex);
+  map_at(base, at, count * kPage, -1, 0);
+  host.shown -= count;
+}
+
+void settle(void *, int32_t) {}
+
 }  // namespace
 
 lowtide_host *lowtide_host_open(int64_t capacity) {
@@ -94,7 +182,8 @@ void lowtide_host_close(lowtide_host *host) {
 }
 
 lowtide_pool *lowtide_host_pool(lowtide_host *host) {
-  const lowtide_pool_backend backend{host, allocate, release, record, passed, wait, drop};
+  const lowtide_pool_backend backend{host,  allocate, release, record, passed, wait, drop, kPage,
+                                     reserve, give_up, fill, drain, show, hide, settle};
   return lowtide_pool_open(&backend);
 }
 
@@ -112,6 +201,11 @@ int64_t lowtide_host_bytes(lowtide_host *host) {
 int64_t lowtide_host_events(lowtide_host *host) {
   const std::lock_guard<std::mutex> lock(host->mutex);
   return host->events;
+}
+
+int64_t lowtide_host_shown(lowtide_host *host) {
+  const std::lock_guard<std::mutex> lock(host->mutex);
+  return host->shown;
 }
 
 void lowtide_host_limit(lowtide_host *host, int64_t capacity) {

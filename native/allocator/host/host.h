@@ -10,6 +10,8 @@ extern "C" {
 
 typedef struct lowtide_host lowtide_host;
 
+#define LOWTIDE_HOST_PAGE (64 << 10)
+
 // At most `capacity` bytes at once.
 lowtide_host *lowtide_host_open(int64_t capacity);
 void lowtide_host_close(lowtide_host *host);
@@ -18,6 +20,7 @@ lowtide_pool *lowtide_host_pool(lowtide_host *host);
 void lowtide_host_finish(lowtide_host *host, int32_t device, void *stream);
 int64_t lowtide_host_bytes(lowtide_host *host);   // allocated now
 int64_t lowtide_host_events(lowtide_host *host);  // recorded and not dropped
+int64_t lowtide_host_shown(lowtide_host *host);   // pages in windows now
 void lowtide_host_limit(lowtide_host *host, int64_t capacity);
 
 #ifdef __cplusplus

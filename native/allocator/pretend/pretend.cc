@@ -150,6 +150,7 @@ std::atomic<CUDAAllocator *> allocator{&pretend::caching()};
 
 DeviceIndex device_count() noexcept { return 1; }
 DeviceIndex current_device() { return 0; }
+void device_synchronize() {}
 DeviceIndex ExchangeDevice(DeviceIndex) { return 0; }
 cudaError_t GetDevice(DeviceIndex *device) {
   *device = 0;

@@ -26,6 +26,7 @@ c10::Device cuda_device(int32_t device) {
 struct Context {
   native::CUDAAllocator *behind;
   Events *events;
+  Pages *pages;
 };
 
 Context &context_of(void *context) { return *static_cast<Context *>(context); }
@@ -53,6 +54,48 @@ void wait_event(void *context, void *event) { context_of(context).events->wait(e
 
 void drop_event(void *context, void *event) { context_of(context).events->drop(event); }
 
+// Nothing is thrown into the pool while its lock is held.
+template <typename Result, typename Call>
+Result guarded(Result otherwise, Call call) noexcept {
+  try {
+    return call();
+  } catch (...) {
+    return otherwise;
+  }
+}
+
+void *reserve(void *context, int64_t bytes, int32_t device) {
+  return guarded<void *>(nullptr,
+                         [&] { return context_of(context).pages->reserve(bytes, device); });
+}
+
+void give_up(void *context, void *base, int32_t device) {
+  guarded(0, [&] { return context_of(context).pages->give_up(base, device), 0; });
+}
+
+int64_t fill(void *context, void *base, int64_t first, int64_t count, int32_t device) {
+  return guarded<int64_t>(
+      0, [&] { return context_of(context).pages->fill(base, first, count, device); });
+}
+
+void drain(void *context, void *base, int64_t first, int64_t count, int32_t device) {
+  guarded(0, [&] { return context_of(context).pages->drain(base, first, count, device), 0; });
+}
+
+int32_t show(void *context, void *base, int64_t at, const int64_t *pages, int64_t count,
+             int32_t device) {
+  return guarded<int32_t>(
+      0, [&] { return context_of(context).pages->show(base, at, pages, count, device); });
+}
+
+void hide(void *context, void *base, int64_t at, int64_t count, int32_t device) {
+  guarded(0, [&] { return context_of(context).pages->hide(base, at, count, device), 0; });
+}
+
+void settle_device(void *context, int32_t device) {
+  guarded(0, [&] { return context_of(context).pages->settle(device), 0; });
+}
+
 }  // namespace
 
 Allocator &Allocator::the() {
@@ -61,10 +104,23 @@ Allocator &Allocator::the() {
   return *one;
 }
 
-Allocator::Allocator(native::CUDAAllocator *behind) : behind_(behind), statistics_(behind) {
-  const lowtide_pool_backend backend{
-      new Context{behind, &events_}, allocate_behind, release_behind, record_event,
-      event_passed,                  wait_event,      drop_event};
+Allocator::Allocator(native::CUDAAllocator *behind)
+    : behind_(behind), pages_(behind), statistics_(behind) {
+  const lowtide_pool_backend backend{new Context{behind, &events_, &pages_},
+                                     allocate_behind,
+                                     release_behind,
+                                     record_event,
+                                     event_passed,
+                                     wait_event,
+                                     drop_event,
+                                     pages_.there() ? Pages::kPage : 0,
+                                     reserve,
+                                     give_up,
+                                     fill,
+                                     drain,
+                                     show,
+                                     hide,
+                                     settle_device};
   pool_ = lowtide_pool_open(&backend);
 }
 
@@ -234,11 +290,18 @@ void Allocator::cacheInfo(c10::DeviceIndex device, size_t *largest) {
 }
 
 void *Allocator::getBaseAllocation(void *block, size_t *bytes) {
+  if (const int64_t paged = pool_->pool.paged_bytes(block)) {
+    if (bytes) *bytes = static_cast<size_t>(paged);
+    return block;
+  }
   void *const base = pool_->pool.base_of(block);
   return behind_->getBaseAllocation(base ? base : block, bytes);
 }
 
 native::ShareableHandle Allocator::shareIpcHandle(void *block) {
+  TORCH_CHECK(!pool_->pool.paged_bytes(block),
+              "lowtide: this tensor lies in pages that other processes cannot be shown: share a "
+              "copy that was made before the fit began, or after it ended");
   void *const base = pool_->pool.base_of(block);
   if (!base) return behind_->shareIpcHandle(block);
   native::ShareableHandle handle = behind_->shareIpcHandle(base);
@@ -321,6 +384,11 @@ bool Allocator::set_arena(int32_t lane, int64_t bytes) {
   for (void *plug : plugs) behind_->raw_delete(plug);
   statistics_.ask(static_cast<c10::DeviceIndex>(stream.device), pool_->pool.count(stream.device));
   return done;
+}
+
+bool Allocator::set_pages(int32_t device, void *stream, int64_t bytes) {
+  statistics_.start(static_cast<c10::DeviceIndex>(device));
+  return pool_->pool.set_pages({device, stream}, bytes);
 }
 
 void *Allocator::home(int64_t bytes, int32_t device, void *stream) {

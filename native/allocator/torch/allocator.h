@@ -21,6 +21,7 @@
 #include "../core.h"
 #include "events.h"
 #include "history.h"
+#include "pages.h"
 #include "statistics.h"
 
 namespace lowtide {
@@ -40,6 +41,7 @@ class Allocator final : public native::CUDAAllocator {
   int64_t cached(int32_t device);  // reserved behind, and not in use
   bool has_private(int32_t device);
   bool set_arena(int32_t lane, int64_t bytes);
+  bool set_pages(int32_t device, void *stream, int64_t bytes);
   void *home(int64_t bytes, int32_t device, void *stream);
   // Moves a storage's bytes into a home.  False: they are not the caching allocator's to move.
   bool settle(c10::StorageImpl &storage, void *home, int64_t offset);
@@ -136,6 +138,7 @@ class Allocator final : public native::CUDAAllocator {
 
   native::CUDAAllocator *const behind_;
   Events events_;
+  Pages pages_;
   History history_;
   Statistics statistics_;
   lowtide_pool *pool_ = nullptr;

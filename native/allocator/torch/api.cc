@@ -52,6 +52,10 @@ int32_t lowtide_torch_arena(int32_t lane, int64_t bytes) {
   return guarded<int32_t>(0, [&] { return Allocator::the().set_arena(lane, bytes); });
 }
 
+int32_t lowtide_torch_pages(int32_t device, void *stream, int64_t bytes) {
+  return guarded<int32_t>(0, [&] { return Allocator::the().set_pages(device, stream, bytes); });
+}
+
 void *lowtide_torch_home(int64_t bytes, int32_t device, void *stream) {
   return guarded<void *>(nullptr, [&] { return Allocator::the().home(bytes, device, stream); });
 }

@@ -1,4 +1,4 @@
-// What only the caching allocator knows: handed on as it is.
+// What only the caching allocator knows: handed on as it is, but for its limit, which pages share.
 #include "allocator.h"
 
 namespace lowtide {
@@ -10,10 +10,10 @@ void Allocator::copy_data(void *to, const void *from, std::size_t bytes) const {
 void Allocator::init(int devices) { behind_->init(devices); }
 bool Allocator::initialized() { return behind_->initialized(); }
 double Allocator::getMemoryFraction(c10::DeviceIndex device) {
-  return behind_->getMemoryFraction(device);
+  return pages_.fraction(device);
 }
 void Allocator::setMemoryFraction(double fraction, c10::DeviceIndex device) {
-  behind_->setMemoryFraction(fraction, device);
+  pages_.set_fraction(fraction, device);
 }
 std::vector<native::StreamSegmentSize> Allocator::getExpandableSegmentSizes(
     c10::DeviceIndex device) {

@@ -59,11 +59,15 @@ void Statistics::start(c10::DeviceIndex device) {
       };
       entry.peak[type][i] = std::max(peak(stats), entry.past ? peak(*entry.past) : 0);
     }
+  for (size_t type = 0; type < kTypes; ++type) {
+    const auto peak = [&](const DeviceStats &of) { return of.reserved_bytes[kTypeIndex[type]].peak; };
+    entry.reserved_peak[type] = std::max(peak(stats), entry.past ? peak(*entry.past) : 0);
+  }
 }
 
 bool Statistics::may_exceed(const Device &entry, const lowtide_pool_stats &pool) const {
   const auto arenas = in_arenas(pool);
-  bool higher = false;
+  bool higher = pool.page_bytes != entry.page_bytes;
   for (size_t type = 0; type < kTypes; ++type)
     for (size_t i = 0; i < kFigures; ++i)
       higher |= entry.behind[type][i] + arenas[i] > entry.peak[type][i];
@@ -89,20 +93,26 @@ void Statistics::saw_behind(c10::DeviceIndex device, const lowtide_pool_stats &p
       for (size_t i = 0; i < 3; ++i) figures[i] += most;
       for (size_t i = 3; i < kFigures; ++i) figures[i] += 1;
     }
-    if (!may_exceed(entry, pool)) return;
+    if (!pool.page_bytes && !may_exceed(entry, pool)) return;
   }
   ask(device, pool);
 }
 
 void Statistics::ask(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
-  const Figures behind = behind_of(behind_->getDeviceStats(device), pool);
+  const DeviceStats stats = behind_->getDeviceStats(device);
+  const Figures behind = behind_of(stats, pool);
   const auto arenas = in_arenas(pool);
   const std::lock_guard<std::mutex> lock(mutex_);
   Device &entry = at(device);
   entry.behind = behind;
-  for (size_t type = 0; type < kTypes; ++type)
+  entry.page_bytes = pool.page_bytes;
+  for (size_t type = 0; type < kTypes; ++type) {
     for (size_t i = 0; i < kFigures; ++i)
       entry.peak[type][i] = std::max(entry.peak[type][i], behind[type][i] + arenas[i]);
+    entry.reserved_peak[type] =
+        std::max(entry.reserved_peak[type],
+                 stats.reserved_bytes[kTypeIndex[type]].current + pool.page_bytes);
+  }
 }
 
 Statistics::DeviceStats Statistics::corrected(c10::DeviceIndex device,
@@ -115,8 +125,9 @@ Statistics::DeviceStats Statistics::corrected(c10::DeviceIndex device,
       for (size_t type = 0; type < (stats.*column).size(); ++type)
         (stats.*column)[type].peak =
             std::max((stats.*column)[type].peak, ((*entry.past).*column)[type].peak);
-  if (!pool.arenas_made) return stats;
+  if (!pool.arenas_made && !pool.made) return stats;
   const lowtide_pool_stats &base = entry.base;
+  stats.num_device_alloc += pool.page_calls - base.page_calls;
   const auto live = in_arenas(pool);
   const std::array<int64_t, kFigures> arenas{pool.arena_bytes, pool.arena_bytes, pool.arena_bytes,
                                              pool.arenas, pool.arenas};
@@ -139,7 +150,11 @@ Statistics::DeviceStats Statistics::corrected(c10::DeviceIndex device,
       // What is gone is what was there and what came, less what is there.
       stat.freed += made[i] + live_base[i] - live[i] - (arenas_made[i] + arenas_base[i] - arenas[i]);
     }
-    const int64_t empty = pool.arena_bytes - pool.live_bytes - pool.pending_bytes;
+    c10::CachingAllocator::Stat &reserved = stats.reserved_bytes[kTypeIndex[type]];
+    reserved.current += pool.page_bytes;
+    if (entry.started) reserved.peak = std::max(entry.reserved_peak[type], reserved.current);
+    const int64_t empty =
+        pool.arena_bytes + pool.page_bytes - pool.live_bytes - pool.pending_bytes;
     c10::CachingAllocator::Stat &split = stats.inactive_split_bytes[kTypeIndex[type]];
     split.current += empty;
     split.peak = std::max(split.peak, split.current);
@@ -155,7 +170,8 @@ void Statistics::reset_accumulated(c10::DeviceIndex device, const lowtide_pool_s
 
 void Statistics::reset_peaks(c10::DeviceIndex device, const lowtide_pool_stats &pool) {
   behind_->resetPeakStats(device);
-  const Figures behind = behind_of(behind_->getDeviceStats(device), pool);
+  const DeviceStats stats = behind_->getDeviceStats(device);
+  const Figures behind = behind_of(stats, pool);
   const auto arenas = in_arenas(pool);
   const std::lock_guard<std::mutex> lock(mutex_);
   Device &entry = at(device);
@@ -163,6 +179,9 @@ void Statistics::reset_peaks(c10::DeviceIndex device, const lowtide_pool_stats &
   entry.behind = behind;
   for (size_t type = 0; type < kTypes; ++type)
     for (size_t i = 0; i < kFigures; ++i) entry.peak[type][i] = behind[type][i] + arenas[i];
+  for (size_t type = 0; type < kTypes; ++type)
+    entry.reserved_peak[type] =
+        stats.reserved_bytes[kTypeIndex[type]].current + pool.page_bytes;
 }
 
 void Statistics::finish(c10::DeviceIndex device, const lowtide_pool_stats &pool) {

@@ -51,6 +51,8 @@ class Statistics {
     bool started = false;
     Figures behind{};  // upper bounds of what is in use behind, arenas taken off
     Figures peak{};
+    std::array<int64_t, kTypes> reserved_peak{};  // with pages
+    int64_t page_bytes = 0;                       // when it was last asked
     lowtide_pool_stats base{};  // when accumulated figures were last reset
     std::unique_ptr<DeviceStats> past;  // peaks from before `finish`
   };

@@ -22,6 +22,8 @@ int64_t lowtide_torch_cached(int32_t device);
 int32_t lowtide_torch_private(int32_t device);
 // As in pool.h, in a segment of its own.
 int32_t lowtide_torch_arena(int32_t lane, int64_t bytes);
+// As in pool.h.  What pages take is part of what PyTorch is allowed, and told as reserved.
+int32_t lowtide_torch_pages(int32_t device, void *stream, int64_t bytes);
 void *lowtide_torch_home(int64_t bytes, int32_t device, void *stream);
 // Moves the bytes of a storage (a c10::StorageImpl) into a home, on the current stream.
 // 0: they stay, because they are not the caching allocator's.

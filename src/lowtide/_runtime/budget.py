@@ -32,6 +32,7 @@ from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.plan_html import Measured, render_plan
 from lowtide._report.swap_text import SwapSummary
 from lowtide._runtime.awaited import Awaited
+from lowtide._runtime.delta.cap import Giver
 from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.gate import load_gate
@@ -56,7 +57,6 @@ FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
 _SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
 _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
-_LARGE = 64 << 20
 _PIECE = 512 << 20  # bytes of optimizer state that are stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _PLAN_SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
@@ -218,7 +218,7 @@ class Budgeted:
             return _FILE_SPEED
         if self._machine is None:
             self._machine = machine_here(self._device, folder=self._folder, only_link=True)
-        return _LARGE / link_seconds(self._machine.out, _LARGE)
+        return _PIECE / link_seconds(self._machine.out, _PIECE)
 
     def _look_at_peak(self) -> None:
         if self._follows_plan and not self._closed:
@@ -325,16 +325,17 @@ class Budgeted:
     def take_planned_anew(self) -> bool:
         """Whether the last step has shown that the next ones have to hold less. Told once."""
         planned = None if self._dynamic is None else self._dynamic.planned
-        if planned is None or not planned.planned_anew:
+        if planned is None:
             return False
-        planned.planned_anew = False
-        return True
+        anew, planned.planned_anew = planned.planned_anew, False
+        return anew
+
+    def use_pages(self, place: Giver) -> bool:
+        """Whether what is allocated lies in pages from now on: where a budget is held."""
+        return self._dynamic is not None and self._dynamic.cap.use_pages(place)
 
     def _plan_tide(self, observed: Observed, most: int | None) -> Plan | None:
-        """Of steps that hold no more than `most`, or than the budget with what lies between blocks.
-
-        None: no plan was found.
-        """
+        """Of steps that hold no more than `most`, or than the budget; None: none was found."""
         assert self._dynamic is not None
         assert self._bytes is not None
         if self._machine is None:
@@ -359,8 +360,8 @@ class Budgeted:
             if most is not None:
                 return within(limit=most)
             limit = int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin))
-            if not self._dynamic.cap.holds:  # main memory: what lies where is not told
-                return within(limit=limit)
+            if not self._dynamic.cap.holds or self._dynamic.cap.paged:
+                return within(limit=limit)  # nothing lies between blocks, or nobody tells
             return plan_with_layout(observed.trace, within, limit, int((1 - _SPARE) * self._bytes))
         except CannotFit:
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowtide._native import NoNative
 
-ABI = 1
+ABI = 2
 _MOST_LANES = 256
 
 
@@ -34,6 +34,8 @@ class Lane:
     displaced: int
     unplanned: int
     arena_bytes: int
+    page: int
+    scattered: int
     overflow: int
     refused: int
 
@@ -71,6 +73,8 @@ class Counts:
     arenas_made: int
     arenas_made_bytes: int
     held: int
+    page_bytes: int
+    page_calls: int
 
 
 class _Lane(ctypes.Structure):
@@ -85,6 +89,8 @@ class _Lane(ctypes.Structure):
         ("displaced", ctypes.c_int64),
         ("unplanned", ctypes.c_int64),
         ("arena_bytes", ctypes.c_int64),
+        ("page", ctypes.c_int64),
+        ("scattered", ctypes.c_int64),
         ("overflow", ctypes.c_int32),
         ("refused", ctypes.c_int32),
     ]
@@ -110,10 +116,16 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "plan": (_I64, [_PTR, _I32, _I64, _ROW, _I32, _ROW]),
     "forget": (None, [_PTR, _I32, _I64]),
     "arena": (_I32, [_PTR, _I32, _I64]),
+    "pages": (_I32, [_PTR, _I32, _PTR, _I64]),
+    "fill": (_I32, [_PTR, _I32, _I64]),
+    "lasting": (_I64, [_PTR, _I32, _ROW, _I64]),
+    "free_pages": (_I64, [_PTR, _I32]),
+    "window": (_I64, [_PTR, _I32, _ROW, _I64]),
     "home": (_PTR, [_PTR, _I64, _I32, _PTR]),
     "place": (_PTR, [_PTR, _PTR, _I64, _I64]),
     "dismiss": (None, [_PTR, _PTR]),
     "base": (_PTR, [_PTR, _PTR]),
+    "paged": (_I64, [_PTR, _PTR]),
     "age": (_I64, [_PTR, _PTR]),
     "index": (_I64, [_PTR, _I32, _PTR]),
     "place_in": (_PTR, [_PTR, _I32, _I64, _I64]),
@@ -199,6 +211,31 @@ class Core:
         """Give a lane an arena and retire the one it has; False: no memory, it keeps that one."""
         return bool(self._library.lowtide_pool_arena(self._handle, lane, size))
 
+    def set_pages(self, device: int, stream: int, size: int) -> bool:
+        """Give a stream's lane an arena in pages, of at most that size; False: there are none."""
+        made = self._library.lowtide_pool_pages(self._handle, device, stream or None, size)
+        return bool(made)
+
+    def fill(self, lane: int, size: int) -> bool:
+        """Memory for the lowest pages of a lane's arena, for plans; False: there is too little."""
+        return bool(self._library.lowtide_pool_fill(self._handle, lane, size))
+
+    def lasting(self, lane: int) -> list[int]:
+        """Pages of a lane's arena with something that was made before its last step."""
+        count = self._library.lowtide_pool_lasting(self._handle, lane, None, 0)
+        row = (ctypes.c_int64 * count)()
+        self._library.lowtide_pool_lasting(self._handle, lane, row, count)
+        return list(row)
+
+    def free_pages(self, device: int) -> int:
+        """Bytes of whole pages that nobody uses."""
+        return int(self._library.lowtide_pool_free_pages(self._handle, device))
+
+    def window(self, lane: int, pages: Sequence[int]) -> int:
+        """The offset at which these pages of a lane's arena are side by side, or -1."""
+        row = (ctypes.c_int64 * len(pages))(*pages)
+        return int(self._library.lowtide_pool_window(self._handle, lane, row, len(pages)))
+
     def dismiss(self, home: int) -> None:
         """Nothing more will be placed in this home."""
         self._library.lowtide_pool_dismiss(self._handle, home)
@@ -206,6 +243,10 @@ class Core:
     def holds(self, block: int) -> bool:
         """Whether a block lies in an arena or a home."""
         return self._library.lowtide_pool_base(self._handle, block) is not None
+
+    def is_paged(self, block: int) -> bool:
+        """Whether a block lies in pages."""
+        return bool(self._library.lowtide_pool_paged(self._handle, block))
 
     def age(self, block: int) -> int:
         """How many marks ago a block was allocated, or -1."""

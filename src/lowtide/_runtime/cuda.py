@@ -36,6 +36,7 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
     library.lowtide_torch_home.restype = ctypes.c_void_p
     library.lowtide_torch_home.argtypes = [ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p]
     library.lowtide_torch_arena.argtypes = [ctypes.c_int32, ctypes.c_int64]
+    library.lowtide_torch_pages.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]
     library.lowtide_torch_settle.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     library.lowtide_torch_adopt.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int32),
@@ -116,6 +117,26 @@ class CudaPlace:
         if not done:
             self.missing = self._missing(size, device)
         return done
+
+    def use_pages(self, device: int) -> bool:
+        """Whether what the current stream allocates lies in pages from now on.
+
+        Not where other devices may want to read them: nobody shows them to those.
+        """
+        if torch.cuda.device_count() > 1:
+            return False
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
+
+    def page_room(self, device: int) -> int:
+        """What PyTorch may reserve, but for what lies outside."""
+        outside = torch.cuda.memory_reserved(device) - self.core.count(device).page_bytes
+        return max(0, _limit(device) - outside)
+
+    def free_bytes(self, device: int) -> int:
+        """In pages, and those that there may still be."""
+        more = self.page_room(device) - self.core.count(device).page_bytes
+        return self.core.free_pages(device) + more
 
     def _set_arena_parked(self, lane: int, size: int, device: int, left: Mapping[int, int]) -> bool:
         """With what lies in the way in main memory meanwhile.
@@ -220,9 +241,7 @@ class CudaPlace:
     def _missing(self, size: int, device: int) -> int:
         """By how much PyTorch would reserve more than it may."""
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        return max(0, torch.cuda.memory_reserved(device) + size - limit)
+        return max(0, torch.cuda.memory_reserved(device) + size - _limit(device))
 
     def trim(self) -> None:
         """Give back what is cached; where much stays in pieces, gather what holds them.
@@ -337,7 +356,7 @@ class CudaPlace:
         def among_them(storage: torch.UntypedStorage) -> bool:
             address = storage.data_ptr()
             at = bisect_right(starts, address) - 1
-            return at >= 0 and address < ranges[at][1]
+            return (at >= 0 and address < ranges[at][1]) or self.core.is_paged(address)
 
         return [s for s in device_storages(device) if s.nbytes() > 0 and among_them(s)]
 
@@ -368,6 +387,12 @@ def _make_workspaces(device: int) -> None:
             x = torch.ones(16, 16, device="cuda", dtype=dtype, requires_grad=True)
             with suppress(RuntimeError):  # deterministic algorithms may forbid it
                 nn.functional.linear(x, x, x[0]).sum().backward()
+
+
+def _limit(device: int) -> int:
+    """What PyTorch may reserve."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(torch.cuda.get_per_process_memory_fraction(device) * total)
 
 
 def _room(storages: list[torch.UntypedStorage]) -> int:

@@ -147,6 +147,7 @@ class Tide:
                     undo=undo,
                     tell=self._tell,
                 )
+                self._use_pages()
             Marks(self._model, self._optimizers, self._mark, undo)
             self._undo = undo.pop_all()
         return self
@@ -198,6 +199,14 @@ class Tide:
         if self._budget is None:
             self._pool = Pool(self._place.core, self._place, self._tell)
 
+    def _use_pages(self) -> None:
+        """Within a budget that PyTorch's allocator is held to, memory goes in pages."""
+        budgeted, place = self._budgeted, self._place
+        if budgeted is None or place is None or not budgeted.use_pages(place):
+            return
+        ready = budgeted.is_settled
+        self._pool = Pool(place.core, place, self._tell, budgeted.shrink, ready)
+
     def _turn_off(self, why: str) -> None:
         self._off = why
         self.told_off = True
@@ -209,6 +218,8 @@ class Tide:
                 self._budgeted.mark()
                 if self._live is not None:
                     self._live(self._budgeted.status())
+                if self._pool is None:
+                    self._use_pages()
                 if self._pool is None and self._place is not None and self._budgeted.is_settled():
                     core, shrink = self._place.core, self._budgeted.shrink
                     self._pool = Pool(core, self._place, self._tell, shrink)

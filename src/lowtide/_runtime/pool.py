@@ -17,6 +17,7 @@ from lowtide._layout.buffers import Buffer, rounded
 from lowtide._layout.pack import pack
 from lowtide._report.pool_text import PoolSummary
 from lowtide._runtime.core import Core, Lane, Mode, StepRecord
+from lowtide._runtime.paging import plan_pages
 from lowtide._runtime.planning import ARENA_GRAIN, StepPlan, plan_step, widened
 from lowtide._units import format_bytes
 
@@ -51,6 +52,9 @@ class Place(Protocol):
         `left` says where in it the allocations lie that the last step has left behind.
         """
 
+    def page_room(self, device: int) -> int:
+        """Bytes that an arena in pages may have on the device."""
+
     def trim(self) -> None:
         """Give back what is cached and not in use, if it is much; a step has just gone well."""
 
@@ -78,6 +82,7 @@ class _LaneState:
     asked_again: int = 0  # the mark from which a refused arena may be asked for again
     told: bool = False  # that one was refused
     patience: int = _PATIENCE  # marks until it is asked for again
+    paged: bool = False  # its arena is one in pages
     device: int = 0
 
     def forget(self, core: Core, number: int) -> None:
@@ -100,7 +105,8 @@ class _LaneState:
 class Pool:
     """Keeps a native pool in plans. `tell` is given one line when something cannot be had.
 
-    `shrink` is asked before: whether the steps to come will need so much less.
+    `shrink` is asked before: whether the steps to come will need so much less. Until `ready`,
+    steps say little of those to come, and none is planned.
     """
 
     def __init__(
@@ -109,7 +115,9 @@ class Pool:
         place: Place,
         tell: Callable[[str], None],
         shrink: Callable[[int], bool] | None = None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._ready = ready
         self._shrink = shrink or (lambda _: False)
         self._is_tight = shrink is not None
         self._core = core
@@ -138,14 +146,16 @@ class Pool:
             return
         for lane in lanes:
             state = self._lanes.setdefault(lane.lane, _LaneState(device=lane.device))
+            state.paged = lane.page > 0
             if self._marks > 1:  # the first step's frees of what was there before are not seen
                 self._look_at(lane, state)
 
     def _start_over(self, devices: set[int], *, wait: bool) -> None:
         """Without arenas, until steps repeat again. `wait`: and until some time has passed."""
         states = {n: state for n, state in self._lanes.items() if state.device in devices}
+        arenas = {n: state.device for n, state in states.items() if state.plans and not state.paged}
         try:
-            self._place.clear({n: state.device for n, state in states.items() if state.plans})
+            self._place.clear(arenas)
         finally:
             for number, state in states.items():
                 state.forget(self._core, number)
@@ -218,7 +228,7 @@ class Pool:
 
     def _wanted(self, step: Lane, now: Lane, state: _LaneState) -> bool:
         """Whether this step, whose successor `now` has ended, is to be planned."""
-        if step.overflow or step.allocations > _LONGEST_STEP:
+        if step.overflow or step.allocations > _LONGEST_STEP or not self._ready():
             return False
         if self._is_tight and step.signature != now.signature:
             return False  # what is left behind has to lie where it is planned to
@@ -236,7 +246,8 @@ class Pool:
             return True  # what it left behind was in the way, or what another left in its own
         if known.trouble >= _TROUBLE:
             return known.replans < _MOST_REPLANS
-        return not now.arena_bytes and state.arena_size() > 0  # it was lost: no memory
+        lost = not now.arena_bytes and state.arena_size() > 0  # no memory
+        return lost and not state.paged
 
     def _plan(self, step: Lane, now: Lane, state: _LaneState) -> None:
         record = self._core.step(step.lane, 1)
@@ -250,12 +261,21 @@ class Pool:
         seconds = _LATER_SECONDS if state.plans else _FIRST_SECONDS
         if self._is_tight:
             seconds = _TIGHT_SECONDS
-        room = now.arena_bytes
-        plan = plan_step(record, beside=beside, room=room, seconds=seconds, single=self._is_tight)
+        if state.paged:
+            plan = self._plan_pages(record, now)
+        else:
+            plan = plan_step(
+                record,
+                beside=beside,
+                room=now.arena_bytes,
+                seconds=seconds,
+                single=self._is_tight,
+            )
         self._planning_seconds += time.monotonic() - began
         size = _arena_size(plan.height)
         left = {i: plan.phases[-1][i] for i in plan.left} if self._is_tight else {}
-        if size > now.arena_bytes and not self._make_room(now, size, state, left):
+        larger = size > now.arena_bytes and not state.paged
+        if larger and not self._make_room(now, size, state, left):
             return  # a plan that is there stays
         replans = 0
         if known is not None:
@@ -269,6 +289,19 @@ class Pool:
         if self._mode is Mode.RECORD:
             self._mode = Mode.REPLAY
             self._core.set_mode(Mode.REPLAY)
+
+    def _plan_pages(self, record: StepRecord, lane: Lane) -> StepPlan:
+        """In the lane's pages, of which as many get memory as it takes."""
+        room, lasting = self._place.page_room(lane.device), self._core.lasting(lane.lane)
+        plan = plan_pages(record, lane.page, room, lasting)
+        self._core.fill(lane.lane, plan.height)
+        windows = dict.fromkeys(plan.pages.values(), -1)
+        for pages in windows:
+            windows[pages] = self._core.window(lane.lane, pages)
+        offsets = list(plan.offsets)
+        for i, pages in plan.pages.items():
+            offsets[i] = windows[pages]
+        return StepPlan(record.sizes, [offsets], [], plan.height, plan.load)
 
     def _make_room(self, lane: Lane, size: int, state: _LaneState, left: Mapping[int, int]) -> bool:
         if lane.device not in self._settled:
@@ -298,7 +331,7 @@ class Pool:
 
 def _fits_only_without(lane: Lane) -> bool:
     """Whether its last step was none of those that an arena is for, and had no room beside it."""
-    return bool(lane.refused and lane.arena_bytes and lane.plan < 0)
+    return bool(lane.refused and lane.arena_bytes and lane.plan < 0 and not lane.page)
 
 
 def _arena_size(height: int) -> int:

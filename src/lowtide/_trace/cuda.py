@@ -46,7 +46,7 @@ class CudaProbe:
         self._cycles: dict[str, int] = {}  # how long to spin for ops of this name
         self._took: dict[str, float] = {}  # how long the host took for the last one
         self._began = 0.0
-        self._moved = 0  # bytes that the allocator had got and given back before the op
+        self._moved = 0  # what the allocator had done to get memory, before the op
         self._late: dict[int, float] = {}  # by how much the host came too late, where it did more
         self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
@@ -159,12 +159,12 @@ class CudaProbe:
             ops[i] = replace(ops[i], seconds=median(alike) if alike else seconds)
 
     def _counts(self) -> tuple[int, int]:
-        """Allocations and frees so far, and the bytes that were got and given back for them."""
+        """Allocations and frees so far, and a figure that changes when memory is got for them."""
         stats = torch._C._cuda_memoryStats(self._device)
         blocks, bytes_held = stats["allocation"]["all"], stats["reserved_bytes"]["all"]
         return (
             int(blocks["allocated"] + blocks["freed"]),
-            int(bytes_held["allocated"] + bytes_held["freed"]),
+            int(bytes_held["allocated"] + bytes_held["freed"] + stats["num_device_alloc"]),
         )
 
     def _event_count(self) -> int:

@@ -1,6 +1,7 @@
 """The budget as PyTorch's own allocator holds it: in bytes reserved, whatever lowtide counts."""
 
 import os
+from typing import Protocol
 
 import torch
 
@@ -10,6 +11,16 @@ _PAGE = 20 << 20  # bytes that the allocator takes at once, beyond its limit if 
 _SMALLEST = 256 << 20  # ... so that a smaller budget is not held by it
 _failures = 0
 _is_watching = False
+
+
+class Giver(Protocol):
+    """What gives memory in pages, if it can."""
+
+    def use_pages(self, device: int) -> bool:
+        """Whether it does, from now on, within PyTorch's limit."""
+
+    def free_bytes(self, device: int) -> int:
+        """What is free in pages, and those that there may still be."""
 
 
 class Cap:
@@ -30,6 +41,7 @@ class Cap:
         if device.type == "cuda" and device.index is None:
             self._index = torch.cuda.current_device()
         self._margin = _FIRST_MARGIN
+        self._giver: Giver | None = None  # of memory in pages
         self._flushes = 0  # when the margin was last looked at
         self._at_first = 0  # ... and when there was no limit yet
         self.flushes = 0  # how often the allocator gave back its cache because of the limit
@@ -53,6 +65,7 @@ class Cap:
     def lift(self) -> None:
         """As it was before."""
         before, self._before = self._before, None
+        self._giver = None
         if before is not None:
             torch.cuda.set_per_process_memory_fraction(before, self._device)
             _set(self._settings or "expandable_segments:False")
@@ -62,9 +75,20 @@ class Cap:
         """Whether the allocator is held to the budget."""
         return self._before is not None
 
+    def use_pages(self, giver: Giver) -> bool:
+        """Whether memory is given in pages from now on: then nothing is lost to fragments."""
+        if self._before is not None and self._giver is None and giver.use_pages(self._index):
+            self._giver = giver
+        return self.paged
+
+    @property
+    def paged(self) -> bool:
+        """Whether memory is given in pages."""
+        return self._giver is not None
+
     def clear(self, count: int) -> None:
         """Give back what is cached, unless so many bytes can be had besides."""
-        if self._before is not None:
+        if self._before is not None and self._giver is None:
             stats = torch._C._cuda_memoryStats(self._index)
             if stats["reserved_bytes"]["all"]["current"] + count > self._limit:
                 torch.cuda.empty_cache()
@@ -78,6 +102,8 @@ class Cap:
         global _failures
         if self._before is None:
             return True
+        if self._giver is not None:
+            return self._giver.free_bytes(self._index) >= sum(counts)
         failures, had = _failures, []
         try:
             for count in counts:

@@ -1,0 +1,222 @@
+#include "paged.h"
+
+#include <algorithm>
+#include <cassert>
+#include <set>
+
+namespace lowtide {
+namespace {
+
+constexpr int kTries = 32;  // windows looked at for one that is free
+
+}  // namespace
+
+Paged::Paged(void *base, int64_t bytes, int64_t span, int64_t page, Stream stream)
+    : Arena(base, bytes, stream), span(span), page(page), next_(bytes) {
+  index();
+  Block nothing;
+  nothing.kind = Block::Kind::kAbsent;
+  nothing.bytes = bytes;
+  occupy(0, std::move(nothing));
+}
+
+template <typename Call>
+bool Paged::pieces(const Window &window, int64_t page, int64_t size, Call on) {
+  for (const auto &[first, count] : window.stretches) {
+    const int64_t bytes = std::min(size, count * page);
+    if (bytes <= 0) break;
+    if (!on(first * page, bytes)) return false;
+    size -= bytes;
+  }
+  return size <= 0;
+}
+
+bool Paged::vacant(int64_t offset, int64_t size) const {
+  if (offset < bytes) return Arena::vacant(offset, size);
+  const auto found = windows_.find(offset);
+  return found != windows_.end() && !found->second.used &&
+         pieces(found->second, page, size,
+                [&](int64_t at, int64_t length) { return Arena::vacant(at, length); });
+}
+
+void Paged::put(int64_t offset, Block block) {
+  if (offset < bytes) return Arena::put(offset, std::move(block));
+  Window &window = windows_.at(offset);
+  assert(!window.used);
+  pieces(window, page, block.bytes, [&](int64_t at, int64_t length) {
+    Block part;
+    part.kind = Block::Kind::kPart;
+    part.bytes = length;
+    part.requested = length;
+    occupy(at, std::move(part));
+    return true;
+  });
+  const auto [first, last] = idle_.equal_range(window.pages);
+  idle_.erase(std::find_if(first, last, [&](const auto &one) { return one.second == offset; }));
+  window.used = true;
+  window.block = std::move(block);
+  ++count_;
+}
+
+Block *Paged::find(int64_t offset) {
+  if (offset < bytes) {
+    Block *const block = Arena::find(offset);
+    return block && block->kind == Block::Kind::kWhole ? block : nullptr;
+  }
+  const auto found = windows_.find(offset);
+  return found == windows_.end() || !found->second.used ? nullptr : &found->second.block;
+}
+
+Block Paged::take(int64_t offset) {
+  if (offset < bytes) return Arena::take(offset);
+  Window &window = windows_.at(offset);
+  assert(window.used);
+  pieces(window, page, window.block.bytes, [&](int64_t at, int64_t) {
+    vacate(at);
+    return true;
+  });
+  window.used = false;
+  idle_.emplace(window.pages, offset);
+  --count_;
+  return std::move(window.block);
+}
+
+int64_t Paged::fit(int64_t size, int64_t above) const {
+  for (auto gap = gaps().lower_bound({size, 0}); gap != gaps().end(); ++gap) {
+    const int64_t low = std::max(gap->second, above);
+    const int64_t start = size < page ? low : pages_of(low) * page;
+    if (start + size <= gap->second + gap->first) return start;
+  }
+  return -1;
+}
+
+int64_t Paged::fit_window(int64_t size) {
+  const auto [first, last] = idle_.equal_range(pages_of(size));
+  int tries = 0;
+  for (auto one = last; one != first && tries < kTries; ++tries) {
+    --one;  // the youngest first
+    if (vacant(one->second, size)) return one->second;
+  }
+  return -1;
+}
+
+std::vector<int64_t> Paged::free_pages(int64_t count, int64_t above) const {
+  std::vector<int64_t> found;
+  for (auto gap = gaps().lower_bound({page, 0}); gap != gaps().end(); ++gap) {
+    const int64_t end = (gap->second + gap->first) / page;
+    for (int64_t one = pages_of(std::max(gap->second, above)); one < end; ++one) {
+      if (static_cast<int64_t>(found.size()) >= count) return found;
+      found.push_back(one);
+    }
+  }
+  return found;
+}
+
+int64_t Paged::add_window(const std::vector<int64_t> &pages, bool kept) {
+  Window window;
+  window.pages = static_cast<int64_t>(pages.size());
+  window.kept = kept;
+  for (const int64_t one : pages) {
+    auto &stretches = window.stretches;
+    if (!stretches.empty() && stretches.back().first + stretches.back().second == one)
+      ++stretches.back().second;
+    else
+      stretches.push_back({one, 1});
+  }
+  int64_t offset = next_;
+  const auto found = addresses_.find(window.pages);
+  if (found != addresses_.end()) {
+    offset = found->second;
+    addresses_.erase(found);
+  } else if (next_ + window.pages * page <= span) {
+    next_ += window.pages * page;
+  } else {
+    return -1;
+  }
+  idle_.emplace(window.pages, offset);
+  windows_.emplace(offset, std::move(window));
+  return offset;
+}
+
+void Paged::let_go(int64_t offset) {
+  const auto found = windows_.find(offset);
+  if (found != windows_.end()) found->second.kept = false;
+}
+
+void Paged::forget_window(int64_t offset) {
+  const auto found = windows_.find(offset);
+  if (found == windows_.end()) return;
+  const int64_t pages = found->second.pages;
+  const auto [first, last] = idle_.equal_range(pages);
+  idle_.erase(std::find_if(first, last, [&](const auto &one) { return one.second == offset; }));
+  addresses_.emplace(pages, offset);
+  windows_.erase(found);
+}
+
+std::vector<Paged::Stretch> Paged::drop_windows(bool all) {
+  std::vector<Stretch> gone;
+  for (auto one = windows_.begin(); one != windows_.end();) {
+    const auto &[offset, window] = *one;
+    if (window.used || (window.kept && !all)) {
+      ++one;
+      continue;
+    }
+    gone.push_back({offset, window.pages});
+    ++one;
+  }
+  for (const auto &[offset, pages] : gone) forget_window(offset);
+  if (windows_.empty()) {
+    addresses_.clear();
+    next_ = bytes;
+  }
+  return gone;
+}
+
+std::vector<int64_t> Paged::pages_before(int64_t step) const {
+  std::set<int64_t> found;
+  const auto add = [&](int64_t offset, int64_t size) {
+    for (int64_t one = offset / page; one * page < offset + size; ++one) found.insert(one);
+    return true;
+  };
+  const auto before = [&](const Block &block) {
+    return block.origin.lane < 0 || block.origin.step < step;
+  };
+  for (const auto &[offset, block] : blocks())
+    if (block.kind == Block::Kind::kWhole && before(block)) add(offset, block.bytes);
+  for (const auto &[offset, window] : windows_)
+    if (window.used && before(window.block)) pieces(window, page, window.block.bytes, add);
+  return {found.begin(), found.end()};
+}
+
+std::vector<Paged::Stretch> Paged::lacking(int64_t count) const {
+  std::vector<Stretch> found;
+  for (const auto &[offset, block] : blocks()) {
+    if (count <= 0) break;
+    if (block.kind != Block::Kind::kAbsent) continue;
+    const int64_t some = std::min(count, block.bytes / page);
+    found.push_back({offset / page, some});
+    count -= some;
+  }
+  return found;
+}
+
+void Paged::fill(Stretch pages) {
+  const auto [first, count] = pages;
+  Block nothing = vacate(first * page);  // a stretch of pages begins where they were lacking
+  const int64_t left = nothing.bytes - count * page;
+  assert(nothing.kind == Block::Kind::kAbsent && left >= 0);
+  filled_ += count;
+  if (!left) return;
+  nothing.bytes = left;
+  occupy((first + count) * page, std::move(nothing));
+}
+
+void Paged::drain(int64_t one) {
+  Block nothing;
+  nothing.kind = Block::Kind::kAbsent;
+  nothing.bytes = page;
+  occupy(one * page, std::move(nothing));
+  --filled_;
+}
+
+}  // namespace lowtide

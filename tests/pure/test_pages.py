@@ -1,0 +1,258 @@
+"""Arenas in pages, over main memory: what is free can be used, wherever it lies."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import MIB, Bench, Host, bench, train
+
+from lowtide._runtime.core import Mode
+
+PAGE = 64 << 10
+
+
+def paged(made: Bench, size: int) -> Host:
+    made.host.use_pages(size)
+    made.place.room = size
+    return made.host
+
+
+def fragmented(host: Host, count: int) -> list[int]:
+    """Every other page free, of twice so many; those that are not."""
+    blocks = [host.allocate(PAGE) for _ in range(2 * count)]
+    for block in blocks[::2]:
+        host.free(block)
+    return blocks[1::2]
+
+
+def test_a_block_is_made_of_pages_from_anywhere() -> None:
+    """Its bytes are side by side, and nobody else's."""
+    with bench() as made:
+        host = paged(made, 16 * PAGE)
+        fragmented(host, 8)
+        assert host.bytes == 16 * PAGE
+        block = host.allocate(8 * PAGE)  # all that is free
+        assert host.bytes == 16 * PAGE and host.shown == 8
+        assert host.library.lowtide_pool_allocate(host.handle, 1 << 40, 0, None) is None
+        host.free(block)
+        assert host.allocate(8 * PAGE) == block  # by the window that is there
+        assert host.shown == 8
+
+
+def test_it_grows_only_as_it_must_and_lies_in_one_piece_where_it_can() -> None:
+    with bench() as made:
+        host = paged(made, 64 * PAGE)
+        first, second = host.allocate(3 * PAGE), host.allocate(5)
+        assert host.bytes == 4 * PAGE
+        assert second == first + 3 * PAGE
+        host.free(first)
+        third = host.allocate(2 * PAGE)
+        assert third == first and host.bytes == 4 * PAGE
+        host.allocate(3 * PAGE)  # one is free; two more, and all in one piece at the end
+        assert host.shown in (0, 3) and host.bytes == 6 * PAGE
+
+
+def test_small_blocks_share_pages_and_the_ends_of_others() -> None:
+    with bench() as made:
+        host = paged(made, 64 * PAGE)
+        host.allocate(PAGE + 512)
+        for _ in range(10):
+            host.allocate(512)
+        assert host.bytes == 2 * PAGE
+
+
+def test_beyond_its_size_blocks_lie_outside() -> None:
+    with bench() as made:
+        host = paged(made, 4 * PAGE)
+        host.allocate(3 * PAGE)
+        outside = host.allocate(2 * PAGE)
+        assert not host.core.holds(outside) and not host.core.is_paged(outside)
+        assert host.core.count(0).page_bytes == 3 * PAGE
+
+
+def test_another_stream_gets_the_memory_of_free_pages() -> None:
+    with bench(capacity=16 * PAGE) as made:
+        host = paged(made, 16 * PAGE)
+        stay = fragmented(host, 8)
+        window = host.allocate(4 * PAGE)
+        host.free(window)
+        assert host.shown == 4
+        other = host.allocate(6 * PAGE, stream=1)
+        assert not host.core.holds(other)
+        assert host.core.count(0).page_bytes == 10 * PAGE
+        assert host.shown == 0  # a window that showed one of those pages would show nothing
+        host.allocate(2 * PAGE)
+        host.free(other)
+        host.allocate(6 * PAGE)  # the memory comes back
+        assert host.core.count(0).page_bytes == 16 * PAGE
+        assert all(host.core.is_paged(block) for block in stay)
+
+
+def test_pages_of_another_stream_wait_for_it_and_are_waited_for() -> None:
+    with bench(capacity=8 * PAGE) as made:
+        host = paged(made, 8 * PAGE)
+        used = host.allocate(6 * PAGE)
+        assert host.touch(used, 2)
+        host.free(used)
+        assert host.core.count(0).pending == 1
+        host.allocate(2 * PAGE)
+        assert host.core.count(0).pending == 1  # there was room beside it
+        host.allocate(6 * PAGE)
+        assert host.core.count(0).pending == 0
+
+
+SIZES = [5 * PAGE, 3 * PAGE, 700, 7 * PAGE, 2 * PAGE, 4 * PAGE + 512]
+
+
+def one_step(host: Host) -> None:
+    """Of which not all fits in one piece in so few pages."""
+    a, b, c, d = (host.allocate(size) for size in SIZES[:4])
+    host.free(b)
+    host.free(a)
+    e = host.allocate(SIZES[4])
+    host.free(d)
+    f = host.allocate(SIZES[5])
+    g = host.allocate(9 * PAGE)
+    for block in (c, e, f, g):
+        host.free(block)
+
+
+def test_a_step_that_repeats_gets_its_pages_and_no_new_windows() -> None:
+    with bench() as made:
+        host = paged(made, 17 * PAGE)
+        for _ in range(4):
+            one_step(host)
+            made.pool.mark()
+        shown = host.shown
+        for _ in range(3):
+            one_step(host)
+            made.pool.mark()
+        assert host.shown == shown
+        summary = made.pool.summary()
+        assert summary.planned == summary.allocations > 0
+        assert summary.displaced == summary.unplanned == 0
+        assert summary.replayed >= 3
+        assert host.bytes <= 17 * PAGE
+
+
+def test_what_a_step_leaves_behind_has_its_pages_again_too() -> None:
+    with bench() as made:
+        paged(made, 16 * MIB)
+        left: list[int] = []
+        for _ in range(9):
+            left = train(made, left=left)
+        summary = made.pool.summary()
+        assert summary.planned == summary.allocations > 0
+        for block in left:
+            made.host.free(block)
+
+
+def test_what_stays_is_in_nobodys_way() -> None:
+    """It lies among the pages of the steps; plans go around it."""
+    with bench() as made:
+        host = paged(made, 40 * PAGE)
+        fragmented(host, 10)
+        host.allocate(700)
+        for _ in range(9):
+            one_step(host)
+            made.pool.mark()
+        summary = made.pool.summary()
+        assert summary.planned == summary.allocations > 0
+
+
+def test_what_is_not_foreseen_keeps_out_of_the_way_of_plans() -> None:
+    with bench() as made:
+        host = paged(made, 40 * PAGE)
+        for _ in range(5):
+            one_step(host)
+            made.pool.mark()
+        stranger = host.allocate(4 * PAGE)
+        for _ in range(3):
+            one_step(host)
+            made.pool.mark()
+        assert made.pool.summary().displaced == 0
+        host.free(stranger)
+
+
+def test_until_steps_are_what_they_will_be_none_is_planned() -> None:
+    with bench() as made:
+        host = paged(made, 17 * PAGE)
+        made.pool._ready = lambda: False
+        for _ in range(5):
+            one_step(host)
+            made.pool.mark()
+        assert made.pool.summary().plans == 0
+        made.pool._ready = lambda: True
+        for _ in range(3):
+            one_step(host)
+            made.pool.mark()
+        assert made.pool.summary().plans == 1
+
+
+def test_steps_that_are_others_are_planned_anew_in_the_same_pages() -> None:
+    with bench() as made:
+        host = paged(made, 17 * PAGE)
+        for _ in range(5):
+            one_step(host)
+            made.pool.mark()
+        held = host.bytes
+        made.pool.mark(anew=True)
+        assert made.pool.summary().plans == 0 and host.bytes == held
+        assert not made.place.cleared or made.place.cleared == [{}]
+        for _ in range(4):
+            host.free(host.allocate(6 * PAGE))
+            one_step(host)
+            made.pool.mark()
+        assert made.pool.summary().plans == 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(4, 40))
+def test_random_blocks_keep_their_bytes(seed: int, pages: int) -> None:
+    """Plans that fit nothing in between; the host checks every byte of every block."""
+    random = Random(seed)
+    with bench(capacity=pages * PAGE) as made:
+        host = paged(made, pages * PAGE)
+        lane = host.core.mark()[0].lane if host.core.mark() else 0
+        host.core.set_mode(Mode.REPLAY)
+        for _ in range(60):
+            if random.random() < 0.1 and host.live:
+                some = random.sample(range(pages), random.randint(1, min(4, pages)))
+                at = host.core.window(lane, some)
+                size = len(some) * PAGE - random.choice([0, 512])
+                host.core.add_plan(lane, [size], [[at]] if at >= 0 else [[-1]])
+            if random.random() < 0.1:
+                host.core.mark()
+            if random.random() < 0.45 and host.live:
+                block = random.choice(list(host.live))
+                host.free(block)
+                continue
+            size = random.choice([random.randint(1, PAGE), random.randint(1, 5) * PAGE])
+            block = host.library.lowtide_pool_allocate(host.handle, size, 0, None)
+            if block:
+                host._write(block, size)
+
+
+def test_leaving_gives_everything_back() -> None:
+    with bench() as made:
+        host = paged(made, 16 * PAGE)
+        stay = fragmented(host, 8)
+        window = host.allocate(4 * PAGE)
+        made.pool.stop()
+        assert host.bytes == 16 * PAGE  # blocks are there
+        for block in [*stay, window]:
+            host.free(block)
+        assert host.bytes == 0
+
+
+@pytest.mark.parametrize("pages", [[], [-1], [0, 0], [99], [12]])
+def test_a_window_of_what_is_not_there_is_none(pages: list[int]) -> None:
+    with bench() as made:
+        host = paged(made, 16 * PAGE)
+        host.allocate(4 * PAGE)
+        assert host.core.fill(0, 10 * PAGE)
+        assert host.bytes == 10 * PAGE
+        assert host.core.window(0, pages) == -1
+        assert host.core.window(0, [9, 3]) > 0
+        assert not host.core.fill(0, 17 * PAGE)

@@ -1,0 +1,117 @@
+"""Pages for a step: nobody shares one, and all of it fits into its load."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide._runtime.core import StepRecord
+from lowtide._runtime.paging import PagePlan, plan_pages
+
+PAGE = 4096
+
+
+def record(blocks: list[tuple[int, int, int]], ticks: int) -> StepRecord:
+    """Of (size, made, freed)."""
+    sizes, made, freed = (list(column) for column in zip(*blocks, strict=True))
+    return StepRecord(sizes, made, freed, [-1] * len(sizes), [-1] * len(sizes), ticks)
+
+
+def taken(plan: PagePlan, step: StepRecord, i: int) -> set[int]:
+    """Grains of 512 bytes that an allocation has."""
+    grains = -(-step.sizes[i] // 512)
+    if i in plan.pages:
+        assert plan.offsets[i] == -1
+        assert len(plan.pages[i]) == -(-step.sizes[i] // PAGE)
+        rows = [page * PAGE // 512 + k for page in plan.pages[i] for k in range(PAGE // 512)]
+        return set(rows[:grains])
+    return set(range(plan.offsets[i] // 512, plan.offsets[i] // 512 + grains))
+
+
+def check(plan: PagePlan, step: StepRecord) -> int:
+    """No grain is anybody else's at any tick of any step. How many have no place."""
+    lives = list(zip(step.made, step.freed, strict=True))
+    placed = [i for i in range(len(lives)) if plan.offsets[i] >= 0 or i in plan.pages]
+    for tick in range(step.ticks):
+        used: set[int] = set()
+        for i in placed:
+            low, high = lives[i]
+            if low <= tick < high or low <= tick + step.ticks < high:
+                mine = taken(plan, step, i)
+                assert not used & mine
+                assert max(mine) * 512 < plan.height
+                used |= mine
+    return len(lives) - len(placed)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepRecord:
+    """Ticks are one each, as in a real step."""
+    count = draw(st.integers(1, 24))
+    order = draw(st.permutations([i % count for i in range(2 * count)]))
+    first = {i: order.index(i) for i in range(count)}
+    last = {i: len(order) - 1 - order[::-1].index(i) for i in range(count)}
+    size = st.one_of(st.integers(1, PAGE - 1), st.integers(PAGE, 9 * PAGE))
+    ticks = len(order)
+    blocks = []
+    for i in range(count):
+        low, high = first[i], last[i]
+        if draw(st.integers(0, 4)) == 0:  # it is left behind
+            low, high = high, low + ticks
+        if draw(st.integers(0, 9)) == 0:
+            high = draw(st.sampled_from([-1, low + ticks + 1]))
+        blocks.append((draw(size), low, high))
+    return record(blocks, ticks)
+
+
+@given(steps(), st.integers(0, 60))
+def test_no_two_blocks_share_a_byte_whatever_the_room(step: StepRecord, room: int) -> None:
+    plan = plan_pages(step, PAGE, room * PAGE)
+    large = [i for i in range(len(step.sizes)) if step.sizes[i] >= PAGE]
+    assert all(plan.offsets[i] % PAGE == 0 for i in large if plan.offsets[i] >= 0)
+    check(plan, step)
+
+
+@given(steps())
+def test_with_room_for_the_load_everything_has_a_place(step: StepRecord) -> None:
+    """But for what outlives the next step; nothing is left behind here."""
+    high = [end if 0 <= end <= step.ticks else step.ticks for end in step.freed]
+    step = replace(step, freed=high)
+    plan = plan_pages(step, PAGE, plan_pages(step, PAGE, 0).load)
+    assert check(plan, step) == 0
+    assert plan.height <= plan.load
+
+
+def test_a_block_lies_in_one_piece_where_it_can_and_in_two_where_it_must() -> None:
+    """The first three lie side by side; the second stays, and the last needs two pages."""
+    blocks = [(PAGE, 0, 3), (PAGE, 1, 7), (PAGE, 2, 4), (2 * PAGE, 5, 6)]
+    plan = plan_pages(record(blocks, 8), PAGE, 4 * PAGE)
+    assert plan.offsets[3] == 2 * PAGE
+    plan = plan_pages(record(blocks, 8), PAGE, 3 * PAGE)
+    assert plan.pages == {3: (0, 2)}
+    assert plan.height == plan.load == 3 * PAGE
+
+
+def test_what_is_left_behind_has_its_pages_again() -> None:
+    """b is alive when a step begins, and its page is another's in between."""
+    blocks = [(PAGE, 5, 9), (PAGE, 2, 4), (PAGE, 3, 6)]
+    plan = plan_pages(record(blocks, 8), PAGE, 2 * PAGE)
+    assert check(plan, record(blocks, 8)) == 0
+    assert plan.height == 2 * PAGE
+    assert plan.offsets[1] == plan.offsets[0]
+
+
+def test_pages_in_use_are_left_alone() -> None:
+    blocks = [(PAGE, 0, 3), (512, 1, 2), (2 * PAGE, 2, 4)]
+    plan = plan_pages(record(blocks, 5), PAGE, 6 * PAGE, lasting=[0, 3, 99])
+    assert check(plan, record(blocks, 5)) == 0
+    grains = set().union(*(taken(plan, record(blocks, 5), i) for i in range(3)))
+    pages = {grain * 512 // PAGE for grain in grains}
+    assert not pages & {0, 3}
+
+
+@pytest.mark.parametrize("room", [0, PAGE])
+def test_what_has_no_room_may_lie_anywhere(room: int) -> None:
+    plan = plan_pages(record([(2 * PAGE, 0, 1)], 2), PAGE, room)
+    assert plan.offsets == [-1] and not plan.pages and plan.height == 0
