@@ -40,6 +40,7 @@ USES_TORCH = (
             "marks",
             "storages",
             "torch_build",
+            "workspaces",
         ]
     }
     | {

@@ -7,7 +7,8 @@
 namespace lowtide {
 namespace {
 
-constexpr int kTries = 32;  // windows looked at for one that is free
+constexpr int kTries = 32;   // windows looked at for one that is free
+constexpr int64_t kFew = 16;  // pages; and a block may waste one part in so many
 
 }  // namespace
 
@@ -81,10 +82,15 @@ Block Paged::take(int64_t offset) {
   return std::move(window.block);
 }
 
+bool Paged::is_odd(int64_t size) const {
+  return size < page || (size < kFew * page && pages_of(size) * page - size > size / kFew);
+}
+
 int64_t Paged::fit(int64_t size, int64_t above) const {
+  const bool odd = is_odd(size);
   for (auto gap = gaps().lower_bound({size, 0}); gap != gaps().end(); ++gap) {
     const int64_t low = std::max(gap->second, above);
-    const int64_t start = size < page ? low : pages_of(low) * page;
+    const int64_t start = odd ? low : pages_of(low) * page;
     if (start + size <= gap->second + gap->first) return start;
   }
   return -1;

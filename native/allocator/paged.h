@@ -45,7 +45,9 @@ class Paged final : public Arena {
   Block take(int64_t offset) override;
 
   int64_t pages_of(int64_t size) const { return (size + page - 1) / page; }
-  // Where a block fits in one piece above `floor`, or -1: a small one in the smallest gap, others at a
+  // Whether whole pages for it would waste too much, as for a block smaller than one.
+  bool is_odd(int64_t size) const;
+  // Where a block fits in one piece above `floor`, or -1: an odd one in the smallest gap, others at a
   // page's start.
   int64_t fit(int64_t size, int64_t floor) const;
   // A window made before whose first pages are free and enough, or -1.

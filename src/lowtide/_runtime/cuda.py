@@ -5,11 +5,9 @@ import functools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from lowtide._errors import OutOfBudget
 from lowtide._ir import CUDA_GRANULARITY_BYTES
@@ -21,6 +19,7 @@ from lowtide._runtime.core import Core, Mode, open_library
 from lowtide._runtime.planning import ARENA_GRAIN
 from lowtide._runtime.storages import device_storages, graphs_exist
 from lowtide._runtime.torch_build import build_pool
+from lowtide._runtime.workspaces import make_workspaces
 
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
 _MOST_TIDIED = 3  # times in a fit, a device
@@ -121,10 +120,12 @@ class CudaPlace:
     def use_pages(self, device: int) -> bool:
         """Whether what the current stream allocates lies in pages from now on.
 
-        Not where other devices may want to read them: nobody shows them to those.
+        What is there already lies outside, without holes. Not where other devices may want to read
+        pages: nobody shows them to those.
         """
         if torch.cuda.device_count() > 1:
             return False
+        self.settle(device)
         stream = torch.cuda.current_stream(device).cuda_stream
         return bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
 
@@ -265,7 +266,7 @@ class CudaPlace:
             if self._wasteful(device):
                 self._gather(device)
                 torch.cuda.empty_cache()
-            _make_workspaces(device)
+            make_workspaces(device)
 
     def _wasteful(self, device: int) -> bool:
         """Whether enough is cached and not in use to do something about it."""
@@ -373,20 +374,6 @@ class CudaPlace:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         return bool(self._library.lowtide_torch_private(device))
-
-
-def _make_workspaces(device: int) -> None:
-    """Let cuBLAS make its workspaces now, in forward's thread and in backward's.
-
-    Hooks on saved tensors, lowtide's own among them, are not told.
-    """
-    untold = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-    without_autocast = torch.autocast("cuda", enabled=False)
-    with torch.cuda.device(device), torch.enable_grad(), without_autocast, untold:
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.ones(16, 16, device="cuda", dtype=dtype, requires_grad=True)
-            with suppress(RuntimeError):  # deterministic algorithms may forbid it
-                nn.functional.linear(x, x, x[0]).sum().backward()
 
 
 def _limit(device: int) -> int:

@@ -22,7 +22,8 @@ from lowtide._runtime.core import StepRecord
 _Found = npt.NDArray[np.int64]
 
 _FOREVER = np.iinfo(np.int64).max
-_SECONDS = 0.5  # for the layout of what is smaller than a page
+_SECONDS = 0.5  # for the layout of what is odd
+_FEW = 16  # pages; and a block may waste one part in so many
 _SPARE, _SPARE_PAGES = (
     1.02,
     16,
@@ -49,8 +50,8 @@ def plan_pages(step: StepRecord, page: int, room: int, lasting: Sequence[int] = 
         for start, end in zip(step.made, step.freed, strict=True)
     ]
     known = [i for i, life in enumerate(lives) if life <= step.ticks]
-    small = [i for i in known if step.sizes[i] < page]
-    large = [i for i in known if step.sizes[i] >= page]
+    small = [i for i in known if is_odd(step.sizes[i], page)]
+    large = [i for i in known if not is_odd(step.sizes[i], page)]
     offsets = [-1] * len(step.sizes)
     packing = _pack_small(step, small)
     load = _most_pages(step, large, page) + -(-packing.height // page)
@@ -69,8 +70,13 @@ def plan_pages(step: StepRecord, page: int, room: int, lasting: Sequence[int] = 
     return PagePlan(offsets, scattered, pages.top * page, load * page)
 
 
+def is_odd(size: int, page: int) -> bool:
+    """Whether whole pages would waste too much, as for what is smaller than one."""
+    return size < page or (size < _FEW * page and -size % page > size // _FEW)
+
+
 def _pack_small(step: StepRecord, small: Sequence[int]) -> Packing:
-    """Those smaller than a page, as if there were no pages."""
+    """Those that are odd, as if there were no pages."""
     buffers = [
         Buffer(str(i), step.made[i], step.freed[i], rounded(step.sizes[i], CUDA_GRANULARITY_BYTES))
         for i in small
@@ -152,7 +158,7 @@ class _Pages:
 def _place_large(
     step: StepRecord, large: Sequence[int], pages: _Pages, page: int
 ) -> dict[int, _Found]:
-    """Those of at least a page, in order; one for which there is no place is left out."""
+    """Those that are not odd, in order; one for which there is no place is left out."""
     found: dict[int, _Found] = {}
 
     def place(i: int, until: int) -> None:

@@ -1,0 +1,54 @@
+"""The budget as the device's allocator holds it, without a device."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from lowtide._runtime.delta.cap import Cap
+
+
+@dataclass
+class Giver:
+    """Of memory in pages."""
+
+    can: bool = True
+    free: int = 1 << 20
+    asked: list[int] = field(default_factory=list)
+
+    def use_pages(self, device: int) -> bool:
+        self.asked.append(device)
+        return self.can
+
+    def free_bytes(self, device: int) -> int:
+        return self.free
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Cap:
+    """As if the allocator were held to a budget."""
+    cap = Cap(torch.device("cpu"))
+    monkeypatch.setattr(cap, "_before", 1.0)
+    return cap
+
+
+def test_memory_goes_in_pages_only_where_a_budget_is_held() -> None:
+    giver = Giver()
+    assert not Cap(torch.device("cpu")).use_pages(giver)
+    assert not giver.asked
+
+
+def test_pages_are_asked_for_once_if_they_can_be_had(held: Cap) -> None:
+    giver = Giver(can=False)
+    assert not held.use_pages(giver) and not held.paged
+    giver.can = True
+    assert held.use_pages(giver) and held.use_pages(giver) and held.paged
+    assert giver.asked == [0, 0]
+
+
+def test_what_pages_could_give_is_known_without_trying(held: Cap) -> None:
+    giver = Giver()
+    held.use_pages(giver)
+    assert held.could_give(giver.free // 2, giver.free // 2)
+    assert not held.could_give(giver.free // 2, giver.free // 2 + 1)
+    held.clear(1 << 40)  # there is nothing to give back
