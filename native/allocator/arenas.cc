@@ -86,8 +86,10 @@ std::vector<std::unique_ptr<Arena>> Pool::drained() {
   std::vector<std::unique_ptr<Arena>> gone;
   for (auto &arena : arenas_) {
     if (!arena->retired || !arena->empty()) continue;
+    const auto *const paged = dynamic_cast<const Paged *>(arena.get());
+    if (paged && paused_) continue;  // the device could not be waited for
     lowtide_pool_stats &counts = stats(arena->stream.device);
-    if (const auto *paged = dynamic_cast<const Paged *>(arena.get())) {
+    if (paged) {
       counts.page_bytes -= paged->filled() * paged->page;
     } else {
       counts.arenas -= 1;
@@ -112,6 +114,7 @@ void Pool::release(const std::vector<std::unique_ptr<Arena>> &arenas) {
 void Pool::reclaim() {
   Lock lock(mutex_);
   sweep(lock);
+  shrink_retired();
 }
 
 Arena *Pool::add_arena(void *base, int64_t bytes, Stream stream) {

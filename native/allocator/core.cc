@@ -41,6 +41,7 @@ void Pool::stop() {
     let_go(*lane);
   }
   sweep(lock);
+  shrink_retired();
   const auto gone = drained();
   lock.unlock();
   release(gone);
@@ -53,6 +54,9 @@ void Pool::pause(bool paused) {
   if (paused_) return;
   deferred.swap(deferred_);
   for (const auto &[arena, offset] : deferred) record_events(lock, arena, offset);
+  const auto gone = drained();  // those in pages could not go meanwhile
+  lock.unlock();
+  release(gone);
 }
 
 int32_t Pool::lane_of(Stream stream) {
@@ -137,6 +141,12 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
     if (offset < 0 && !waiting_.empty() && !paused_) {
       sweep(lock, true);
       if (lane.paged) offset = find_pages(lane, rounded(bytes));
+    }
+    if (offset < 0) {
+      lock.unlock();
+      const bool more = backend_.flush(backend_.context, stream.device) != 0;
+      lock.lock();
+      if (more && lane.paged) offset = find_pages(lane, rounded(bytes));
     }
   }
   if (offset >= 0) {
@@ -324,6 +334,7 @@ void Pool::forget(int32_t number, int64_t plan) {
   if (lane.paged)
     for (const int64_t offset : lane.follower.offsets(plan)) lane.paged->let_go(offset);
   lane.follower.forget(plan);
+  if (lane.paged && lane.follower.empty()) lane.paged->floor = 0;
 }
 
 Origin Pool::origin_of(void *pointer) {

@@ -112,6 +112,8 @@ class Pool {
   bool fill(Paged &paged, const std::vector<Paged::Stretch> &stretches);
   Paged *paged_of(int32_t lane);
   bool give_pages(int32_t device, int64_t bytes);
+  int64_t drain(Paged &paged, int64_t count);
+  void shrink_retired();
   int64_t show(Paged &paged, const std::vector<int64_t> &pages, bool kept);
   void hide(Paged &paged, bool all);
   Arena *add_arena(void *base, int64_t bytes, Stream stream);

@@ -13,7 +13,8 @@ constexpr int64_t kFew = 16;  // pages; and a block may waste one part in so man
 }  // namespace
 
 Paged::Paged(void *base, int64_t bytes, int64_t span, int64_t page, Stream stream)
-    : Arena(base, bytes, stream), span(span), page(page), next_(bytes) {
+    : Arena(base, bytes, stream), span(span), page(page) {
+  addresses_[bytes] = (span - bytes) / page;
   index();
   Block nothing;
   nothing.kind = Block::Kind::kAbsent;
@@ -35,7 +36,7 @@ bool Paged::pieces(const Window &window, int64_t page, int64_t size, Call on) {
 bool Paged::vacant(int64_t offset, int64_t size) const {
   if (offset < bytes) return Arena::vacant(offset, size);
   const auto found = windows_.find(offset);
-  return found != windows_.end() && !found->second.used &&
+  return found != windows_.end() && !found->second.used && found->second.pages == pages_of(size) &&
          pieces(found->second, page, size,
                 [&](int64_t at, int64_t length) { return Arena::vacant(at, length); });
 }
@@ -52,8 +53,7 @@ void Paged::put(int64_t offset, Block block) {
     occupy(at, std::move(part));
     return true;
   });
-  const auto [first, last] = idle_.equal_range(window.pages);
-  idle_.erase(std::find_if(first, last, [&](const auto &one) { return one.second == offset; }));
+  idle_.erase(window.idle);
   window.used = true;
   window.block = std::move(block);
   ++count_;
@@ -77,7 +77,7 @@ Block Paged::take(int64_t offset) {
     return true;
   });
   window.used = false;
-  idle_.emplace(window.pages, offset);
+  window.idle = idle_.emplace(window.pages, offset);
   --count_;
   return std::move(window.block);
 }
@@ -96,12 +96,16 @@ int64_t Paged::fit(int64_t size, int64_t above) const {
   return -1;
 }
 
-int64_t Paged::fit_window(int64_t size) {
+int64_t Paged::fit_window(int64_t size, int64_t above) const {
   const auto [first, last] = idle_.equal_range(pages_of(size));
   int tries = 0;
   for (auto one = last; one != first && tries < kTries; ++tries) {
     --one;  // the youngest first
-    if (vacant(one->second, size)) return one->second;
+    const auto &stretches = windows_.at(one->second).stretches;
+    if (std::all_of(stretches.begin(), stretches.end(),
+                    [&](const Stretch &stretch) { return stretch.first * page >= above; }) &&
+        vacant(one->second, size))
+      return one->second;
   }
   return -1;
 }
@@ -129,19 +133,38 @@ int64_t Paged::add_window(const std::vector<int64_t> &pages, bool kept) {
     else
       stretches.push_back({one, 1});
   }
-  int64_t offset = next_;
-  const auto found = addresses_.find(window.pages);
-  if (found != addresses_.end()) {
-    offset = found->second;
-    addresses_.erase(found);
-  } else if (next_ + window.pages * page <= span) {
-    next_ += window.pages * page;
-  } else {
-    return -1;
-  }
-  idle_.emplace(window.pages, offset);
+  const int64_t offset = take_addresses(window.pages);
+  if (offset < 0) return -1;
+  window.idle = idle_.emplace(window.pages, offset);
   windows_.emplace(offset, std::move(window));
   return offset;
+}
+
+int64_t Paged::take_addresses(int64_t pages) {
+  const auto found = std::find_if(addresses_.begin(), addresses_.end(),
+                                  [&](const auto &range) { return range.second >= pages; });
+  if (found == addresses_.end()) return -1;
+  const auto [offset, count] = *found;
+  addresses_.erase(found);
+  if (count > pages) addresses_[offset + pages * page] = count - pages;
+  return offset;
+}
+
+void Paged::give_addresses(int64_t offset, int64_t pages) {
+  const auto next = addresses_.lower_bound(offset);
+  if (next != addresses_.end() && next->first == offset + pages * page) {
+    pages += next->second;
+    addresses_.erase(next);
+  }
+  const auto after = addresses_.lower_bound(offset);
+  if (after != addresses_.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second * page == offset) {
+      before->second += pages;
+      return;
+    }
+  }
+  addresses_[offset] = pages;
 }
 
 void Paged::let_go(int64_t offset) {
@@ -152,10 +175,8 @@ void Paged::let_go(int64_t offset) {
 void Paged::forget_window(int64_t offset) {
   const auto found = windows_.find(offset);
   if (found == windows_.end()) return;
-  const int64_t pages = found->second.pages;
-  const auto [first, last] = idle_.equal_range(pages);
-  idle_.erase(std::find_if(first, last, [&](const auto &one) { return one.second == offset; }));
-  addresses_.emplace(pages, offset);
+  idle_.erase(found->second.idle);
+  give_addresses(offset, found->second.pages);
   windows_.erase(found);
 }
 
@@ -171,10 +192,6 @@ std::vector<Paged::Stretch> Paged::drop_windows(bool all) {
     ++one;
   }
   for (const auto &[offset, pages] : gone) forget_window(offset);
-  if (windows_.empty()) {
-    addresses_.clear();
-    next_ = bytes;
-  }
   return gone;
 }
 

@@ -50,8 +50,8 @@ class Paged final : public Arena {
   // Where a block fits in one piece above `floor`, or -1: an odd one in the smallest gap, others at a
   // page's start.
   int64_t fit(int64_t size, int64_t floor) const;
-  // A window made before whose first pages are free and enough, or -1.
-  int64_t fit_window(int64_t size);
+  // A window made before, of as many pages above `floor`, all of them free, or -1.
+  int64_t fit_window(int64_t size, int64_t floor) const;
   // Free pages above `floor`, those of the smallest gaps first; fewer than asked for if there are not
   // so many.
   std::vector<int64_t> free_pages(int64_t count, int64_t floor) const;
@@ -82,7 +82,11 @@ class Paged final : public Arena {
     bool kept = false;
     bool used = false;
     Block block;
+    std::multimap<int64_t, int64_t>::iterator idle;  // while nobody uses it
   };
+
+  int64_t take_addresses(int64_t pages);  // -1: there are none
+  void give_addresses(int64_t offset, int64_t pages);
 
   // Calls `on(offset, bytes)` for each piece of a block of `size` in the window; false: one said so.
   template <typename Call>
@@ -91,8 +95,7 @@ class Paged final : public Arena {
   int64_t filled_ = 0;
   std::map<int64_t, Window> windows_;             // by offset
   std::multimap<int64_t, int64_t> idle_;          // pages -> window
-  std::multimap<int64_t, int64_t> addresses_;     // of windows that are gone: pages -> offset
-  int64_t next_;                                  // addresses beyond are unused
+  std::map<int64_t, int64_t> addresses_;          // that no window has: offset -> pages
 };
 
 }  // namespace lowtide

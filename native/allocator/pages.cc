@@ -16,11 +16,14 @@ bool Pool::set_pages(Stream stream, int64_t bytes) {
   const int64_t most = page ? bytes / page * page : 0;
   if (most <= 0) return false;
   Lock lock(mutex_);
+  shrink_retired();
+  if (lanes_[static_cast<size_t>(lane_of(stream))]->paged) return true;
   const int64_t span = most * (1 + kWindows);
   void *const base = backend_.reserve(backend_.context, span, stream.device);
   if (!base) return false;
   Lane &lane = *lanes_[static_cast<size_t>(lane_of(stream))];
   let_go(lane);
+  lane.distrusted = false;
   auto paged = std::make_unique<Paged>(base, most, span, page, stream);
   lane.arena = lane.paged = paged.get();
   arenas_.push_back(std::move(paged));
@@ -43,8 +46,8 @@ int64_t Pool::find_pages(Lane &lane, int64_t size) {
 int64_t Pool::find_pages(Paged &paged, int64_t size, int64_t floor) {
   int64_t offset = paged.fit(size, floor);
   if (offset >= 0) return offset;
-  if (size >= paged.page && !floor) {
-    offset = paged.fit_window(size);
+  if (size >= paged.page) {
+    offset = paged.fit_window(size, floor);
     if (offset >= 0) return offset;
   }
   const int64_t count = paged.pages_of(size);
@@ -79,8 +82,9 @@ bool Pool::fill(Paged &paged, const std::vector<Paged::Stretch> &stretches) {
 int64_t Pool::show(Paged &paged, const std::vector<int64_t> &pages, bool kept) {
   if (paged.windows() >= kMostWindows) hide(paged, false);
   int64_t offset = paged.add_window(pages, kept);
-  if (offset < 0) {
-    hide(paged, false);
+  for (const bool all : {false, true}) {
+    if (offset >= 0 || (all && kept)) break;
+    hide(paged, all);
     offset = paged.add_window(pages, kept);
   }
   if (offset < 0) return -1;
@@ -104,23 +108,40 @@ void Pool::hide(Paged &paged, bool all) {
 // Gives the backend back what it needs, of pages that are free.  False: there is none.
 bool Pool::give_pages(int32_t device, int64_t bytes) {
   bool any = false;
+  bytes += backend_.spare;
   for (const auto &arena : arenas_) {
     auto *const paged = dynamic_cast<Paged *>(arena.get());
     if (!paged || paged->stream.device != device || bytes <= 0) continue;
-    const std::vector<int64_t> pages = paged->free_pages(paged->pages_of(bytes), 0);
-    if (pages.empty()) continue;
-    hide(*paged, true);  // one that shows a page that is gone would show what is no more
-    backend_.settle(backend_.context, device);
-    for (const int64_t page : pages) {
-      backend_.drain(backend_.context, paged->base, page, 1, device);
-      paged->drain(page);
-    }
-    const auto given = static_cast<int64_t>(pages.size()) * paged->page;
-    stats(device).page_bytes -= given;
-    bytes -= given;
-    any = true;
+    const int64_t given = drain(*paged, paged->pages_of(bytes));
+    bytes -= given * paged->page;
+    any |= given > 0;
   }
   return any;
+}
+
+// So many free pages lose their memory, or as many as there are.
+int64_t Pool::drain(Paged &paged, int64_t count) {
+  const int32_t device = paged.stream.device;
+  std::vector<int64_t> pages = paged.free_pages(count, 0);
+  if (pages.empty()) return 0;
+  hide(paged, true);  // one that shows a page that is gone would show what is no more
+  backend_.settle(backend_.context, device);
+  std::sort(pages.begin(), pages.end());
+  for (size_t i = 0, end = 0; i < pages.size(); i = end) {
+    while (end < pages.size() && pages[end] == pages[i] + static_cast<int64_t>(end - i)) ++end;
+    backend_.drain(backend_.context, paged.base, pages[i], static_cast<int64_t>(end - i), device);
+  }
+  for (const int64_t page : pages) paged.drain(page);
+  stats(device).page_bytes -= static_cast<int64_t>(pages.size()) * paged.page;
+  return static_cast<int64_t>(pages.size());
+}
+
+// An arena in pages that is to go keeps only the pages that are in use.
+void Pool::shrink_retired() {
+  if (paused_) return;
+  for (const auto &arena : arenas_)
+    if (auto *const paged = dynamic_cast<Paged *>(arena.get()); paged && paged->retired)
+      drain(*paged, paged->filled());
 }
 
 Paged *Pool::paged_of(int32_t number) {
@@ -132,8 +153,8 @@ bool Pool::fill(int32_t number, int64_t bytes) {
   Lock lock(mutex_);
   Paged *const paged = paged_of(number);
   if (!paged || bytes > paged->bytes) return false;
-  paged->floor = bytes;
   const int64_t end = paged->pages_of(bytes);
+  paged->floor = end * paged->page;
   auto lacking = paged->lacking(end);
   for (auto &[first, count] : lacking) count = std::clamp<int64_t>(end - first, 0, count);
   lacking.erase(std::remove_if(lacking.begin(), lacking.end(),

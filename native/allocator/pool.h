@@ -42,7 +42,8 @@ typedef struct {
   void (*drop)(void *context, void *event);
   // Memory in pages, for arenas whose blocks need not lie in one piece.  A page may be shown at several
   // addresses at once.  These are called with the pool's lock held, and must not call the pool.
-  int64_t page;  // bytes of one; 0: there are none, and no functions for them
+  int64_t page;   // bytes of one; 0: there are none, and no functions for them
+  int64_t spare;  // bytes that `allocate` may take besides those it is asked for
   void *(*reserve)(void *context, int64_t bytes, int32_t device);  // addresses alone; NULL: none
   void (*give_up)(void *context, void *base, int32_t device);      // with all that is shown there
   // Pages `first` and so on of the addresses at `base` get memory: how many of them.
@@ -54,6 +55,8 @@ typedef struct {
   void (*hide)(void *context, void *base, int64_t at, int64_t count, int32_t device);
   // Before pages are drained or hidden: until the device has done all that it was given.
   void (*settle)(void *context, int32_t device);
+  // Gives back what `allocate` keeps and nobody uses.  0: there is nothing.  Called without the lock.
+  int32_t (*flush)(void *context, int32_t device);
 } lowtide_pool_backend;
 
 enum {

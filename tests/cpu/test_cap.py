@@ -52,3 +52,13 @@ def test_what_pages_could_give_is_known_without_trying(held: Cap) -> None:
     assert held.could_give(giver.free // 2, giver.free // 2)
     assert not held.could_give(giver.free // 2, giver.free // 2 + 1)
     held.clear(1 << 40)  # there is nothing to give back
+
+
+def test_what_holds_the_budget_may_come_and_go_and_pages_stay(
+    held: Cap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.use_pages(Giver())
+    monkeypatch.setattr(held, "_before", None)
+    assert held.paged
+    held.use_pages(None)  # they are gone
+    assert not held.paged

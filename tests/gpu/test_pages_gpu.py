@@ -14,8 +14,13 @@ from lowtide._runtime.cuda import CudaPlace
 PAGE = 2 * MIB
 
 
+@pytest.fixture(autouse=True)
+def _pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_PAGES", "1")
+
+
 @pytest.fixture
-def place() -> CudaPlace:
+def place(_pages: None) -> CudaPlace:
     torch.cuda.init()
     return CudaPlace(print)
 
@@ -64,7 +69,7 @@ def test_leaving_gives_pages_and_limits_back() -> None:
     assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
 
 
-def test_a_step_that_repeats_shows_no_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_repeats_shows_no_new_pages() -> None:
     model, optimizer = make()
     torch.cuda.reset_peak_memory_stats()
     train(model, optimizer, batch=16384)

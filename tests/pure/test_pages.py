@@ -237,13 +237,46 @@ def test_random_blocks_keep_their_bytes(seed: int, pages: int) -> None:
                 host._write(block, size)
 
 
+def test_windows_of_ever_other_sizes_find_addresses() -> None:
+    """Those of windows that are gone are one stretch again, around one that stays."""
+    random = Random(0)
+    with bench() as made:
+        host = paged(made, 700 * PAGE)
+        fragmented(host, 350)
+        host.allocate(3 * PAGE)  # it stays
+        for _ in range(1500):
+            block = host.allocate(random.randint(2, 340) * PAGE)
+            assert host.core.is_paged(block)
+            host.free(block)
+
+
+def test_beside_pages_other_streams_get_no_arenas() -> None:
+    """They would take what pages need."""
+    with bench() as made:
+        host = paged(made, 21 * PAGE)
+        for _ in range(6):
+            one_step(host)
+            host.free(host.allocate(2 * MIB, stream=1))
+            made.pool.mark()
+        assert made.place.arenas == []
+        assert made.pool.summary().plans == 1
+
+
+def test_pages_are_the_lanes_for_good() -> None:
+    with bench() as made:
+        host = paged(made, 16 * PAGE)
+        block = host.allocate(PAGE)
+        host.use_pages(32 * PAGE)  # it has some
+        assert host.allocate(PAGE) == block + PAGE
+
+
 def test_leaving_gives_everything_back() -> None:
     with bench() as made:
         host = paged(made, 16 * PAGE)
         stay = fragmented(host, 8)
         window = host.allocate(4 * PAGE)
         made.pool.stop()
-        assert host.bytes == 16 * PAGE  # blocks are there
+        assert host.bytes == 12 * PAGE  # blocks are there, and nothing but their pages
         for block in [*stay, window]:
             host.free(block)
         assert host.bytes == 0

@@ -1,15 +1,24 @@
 """Pages for a step: nobody shares one, and all of it fits into its load."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide._runtime import paging
 from lowtide._runtime.core import StepRecord
 from lowtide._runtime.paging import PagePlan, is_odd, plan_pages
 
 PAGE = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hurried() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paging, "_SECONDS", 0.01)
+        yield
 
 
 def record(blocks: list[tuple[int, int, int]], ticks: int) -> StepRecord:
@@ -65,6 +74,7 @@ def steps(draw: st.DrawFn) -> StepRecord:
     return record(blocks, ticks)
 
 
+@settings(deadline=None)
 @given(steps(), st.integers(0, 60))
 def test_no_two_blocks_share_a_byte_whatever_the_room(step: StepRecord, room: int) -> None:
     plan = plan_pages(step, PAGE, room * PAGE)
@@ -73,6 +83,7 @@ def test_no_two_blocks_share_a_byte_whatever_the_room(step: StepRecord, room: in
     check(plan, step)
 
 
+@settings(deadline=None)
 @given(steps())
 def test_with_room_for_the_load_everything_has_a_place(step: StepRecord) -> None:
     """But for what outlives the next step; nothing is left behind here."""

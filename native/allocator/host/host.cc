@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "../arena.h"
 
@@ -31,6 +32,7 @@ struct lowtide_host {
   std::mutex mutex;
   int64_t capacity = 0, bytes = 0, events = 0, shown = 0;
   std::map<void *, Range> ranges;
+  std::map<std::pair<void *, int64_t>, std::vector<int64_t>> windows;  // the pages of each
   std::unordered_map<void *, int64_t> blocks;
   std::map<std::pair<int32_t, void *>, std::pair<int64_t, int64_t>> streams;  // given, done
 };
@@ -122,7 +124,14 @@ void give_up(void *context, void *base, int32_t) {
   munmap(base, static_cast<size_t>(found->second.bytes));
   close(found->second.file);
   host.ranges.erase(found);
-  if (host.ranges.empty()) host.shown = 0;
+  for (auto one = host.windows.begin(); one != host.windows.end();) {
+    if (one->first.first != base) {
+      ++one;
+      continue;
+    }
+    host.shown -= static_cast<int64_t>(one->second.size());
+    one = host.windows.erase(one);
+  }
 }
 
 int64_t fill(void *context, void *base, int64_t first, int64_t count, int32_t) {
@@ -141,6 +150,9 @@ void drain(void *context, void *base, int64_t first, int64_t count, int32_t) {
   lowtide_host &host = host_of(context);
   const std::lock_guard<std::mutex> lock(host.mutex);
   Range &range = host.ranges.at(base);
+  for (const auto &[at, pages] : host.windows)
+    for (const int64_t page : pages)
+      if (at.first == base && page >= first && page < first + count) std::abort();  // still shown
   map_at(base, first * kPage, count * kPage, -1, 0);
   if (fallocate(range.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first * kPage,
                 count * kPage))
@@ -156,6 +168,7 @@ int32_t show(void *context, void *base, int64_t at, const int64_t *pages, int64_
   for (int64_t i = 0; i < count; ++i)
     map_at(base, at + i * kPage, kPage, range.file, pages[i] * kPage);
   host.shown += count;
+  host.windows[{base, at}].assign(pages, pages + count);
   return 1;
 }
 
@@ -164,9 +177,12 @@ void hide(void *context, void *base, int64_t at, int64_t count, int32_t) {
   const std::lock_guard<std::mutex> lock(host.mutex);
   map_at(base, at, count * kPage, -1, 0);
   host.shown -= count;
+  host.windows.erase({base, at});
 }
 
 void settle(void *, int32_t) {}
+
+int32_t flush(void *, int32_t) { return 0; }
 
 }  // namespace
 
@@ -182,8 +198,8 @@ void lowtide_host_close(lowtide_host *host) {
 }
 
 lowtide_pool *lowtide_host_pool(lowtide_host *host) {
-  const lowtide_pool_backend backend{host,  allocate, release, record, passed, wait, drop, kPage,
-                                     reserve, give_up, fill, drain, show, hide, settle};
+  const lowtide_pool_backend backend{host,  allocate, release, record, passed, wait, drop, kPage, 0,
+                                     reserve, give_up, fill, drain, show, hide, settle, flush};
   return lowtide_pool_open(&backend);
 }
 

@@ -150,7 +150,6 @@ std::atomic<CUDAAllocator *> allocator{&pretend::caching()};
 
 DeviceIndex device_count() noexcept { return 1; }
 DeviceIndex current_device() { return 0; }
-void device_synchronize() {}
 DeviceIndex ExchangeDevice(DeviceIndex) { return 0; }
 cudaError_t GetDevice(DeviceIndex *device) {
   *device = 0;
@@ -216,6 +215,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned int) { return cudaSuccess; }
 }

@@ -96,6 +96,10 @@ void settle_device(void *context, int32_t device) {
   guarded(0, [&] { return context_of(context).pages->settle(device), 0; });
 }
 
+int32_t flush(void *context, int32_t device) {
+  return guarded<int32_t>(0, [&] { return context_of(context).pages->flush(device); });
+}
+
 }  // namespace
 
 Allocator &Allocator::the() {
@@ -114,13 +118,15 @@ Allocator::Allocator(native::CUDAAllocator *behind)
                                      wait_event,
                                      drop_event,
                                      pages_.there() ? Pages::kPage : 0,
+                                     Pages::kSpare,
                                      reserve,
                                      give_up,
                                      fill,
                                      drain,
                                      show,
                                      hide,
-                                     settle_device};
+                                     settle_device,
+                                     flush};
   pool_ = lowtide_pool_open(&backend);
 }
 
@@ -396,6 +402,7 @@ void *Allocator::home(int64_t bytes, int32_t device, void *stream) {
   const std::vector<void *> plugs = plug_holes(device, stream, bytes);
   void *const base = pool_->pool.home(bytes, {device, stream});
   for (void *plug : plugs) behind_->raw_delete(plug);
+  statistics_.ask(static_cast<c10::DeviceIndex>(device), pool_->pool.count(device));
   return base;
 }
 

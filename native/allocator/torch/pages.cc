@@ -5,7 +5,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 namespace lowtide {
@@ -79,10 +78,17 @@ void *Pages::reserve(int64_t bytes, int32_t device) {
     return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
   ranges_[reinterpret_cast<void *>(base)].bytes = bytes;
-  Device &entry = devices_[device];
-  if (!entry.limited) entry.fraction = behind_->getMemoryFraction(static_cast<c10::DeviceIndex>(device));
-  entry.limited = true;
+  at(device);
   return reinterpret_cast<void *>(base);
+}
+
+Pages::Device &Pages::at(int32_t device) {
+  const auto index = static_cast<c10::DeviceIndex>(device);
+  Device &entry = devices_[device];
+  if (!entry.total) entry.total = static_cast<double>(behind_->getMemoryInfo(index).second);
+  // Without pages, the caching allocator's limit is the one that was set.
+  if (!entry.bytes) entry.fraction = behind_->getMemoryFraction(index);
+  return entry;
 }
 
 void Pages::give_up(void *base, int32_t device) {
@@ -93,6 +99,7 @@ void Pages::give_up(void *base, int32_t device) {
   for (const auto &[offset, count] : range.windows)
     driver().unmap(address(base, offset), static_cast<size_t>(count) * kBytes);
   Device &entry = devices_[device];
+  const bool any = entry.bytes > 0;
   for (size_t i = 0; i < range.pages.size(); ++i) {
     if (!range.pages[i]) continue;
     driver().unmap(address(base, static_cast<int64_t>(i) * kPage), kBytes);
@@ -101,7 +108,7 @@ void Pages::give_up(void *base, int32_t device) {
   }
   driver().unreserve(address(base, 0), static_cast<size_t>(range.bytes));
   ranges_.erase(found);
-  share(entry, device);
+  if (any) share(entry, device);
 }
 
 bool Pages::allow(void *at, int64_t bytes, int32_t device) {
@@ -113,40 +120,52 @@ bool Pages::allow(void *at, int64_t bytes, int32_t device) {
 }
 
 // What may still be had within the limit.
-int64_t Pages::room(Device &entry, int32_t device, bool empty) {
+int64_t Pages::room(const Device &entry, int32_t device) {
+  const auto stats = behind_->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+  return static_cast<int64_t>(entry.fraction * entry.total) -
+         stats.reserved_bytes[0].current - entry.bytes;
+}
+
+bool Pages::flush(int32_t device) {
   const auto index = static_cast<c10::DeviceIndex>(device);
-  const auto look = [&] {
+  const auto cached = [&] {
     const auto stats = behind_->getDeviceStats(index);
-    return std::pair{stats.reserved_bytes[0].current,
-                     stats.reserved_bytes[0].current - stats.active_bytes[0].current};
+    return stats.reserved_bytes[0].current - stats.active_bytes[0].current;
   };
-  auto [reserved, cached] = look();
-  if (empty && cached > entry.stuck + kPage) {
-    behind_->emptyCache();
-    std::tie(reserved, cached) = look();
-    entry.stuck = cached;
+  const int64_t before = cached();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int64_t &stuck = devices_[device].stuck;
+    stuck = std::min(stuck, before);
+    if (before <= stuck + kPage) return false;
   }
-  const auto total = static_cast<double>(behind_->getMemoryInfo(index).second);
-  return static_cast<int64_t>(entry.fraction * total) - reserved - entry.bytes;
+  behind_->emptyCache();
+  const int64_t after = cached();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  devices_[device].stuck = after;
+  return after < before;
 }
 
 void Pages::share(Device &entry, int32_t device) {
-  const auto index = static_cast<c10::DeviceIndex>(device);
-  if (!entry.bytes) return behind_->setMemoryFraction(entry.fraction, index);
-  const auto total = static_cast<double>(behind_->getMemoryInfo(index).second);
-  const double left = entry.fraction - static_cast<double>(entry.bytes) / total;
-  behind_->setMemoryFraction(std::clamp(left, 0.0, 1.0), index);
+  const double left = entry.fraction - static_cast<double>(entry.bytes) / entry.total;
+  behind_->setMemoryFraction(entry.bytes ? std::clamp(left, 0.0, 1.0) : entry.fraction,
+                             static_cast<c10::DeviceIndex>(device));
 }
 
 int64_t Pages::fill(void *base, int64_t first, int64_t count, int32_t device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const std::lock_guard<std::mutex> lock(mutex_);
   Range &range = ranges_.at(base);
-  Device &entry = devices_[device];
-  int64_t most = room(entry, device, false) / kPage;
-  if (most < count) most = room(entry, device, true) / kPage;
-  count = std::min(count, most);
+  Device &entry = at(device);
+  count = std::min(count, room(entry, device) / kPage);
   if (count <= 0) return 0;
+  entry.bytes += count * kPage;  // nobody else gets it from now on
+  share(entry, device);
+  if (const int64_t over = -room(entry, device); over > 0) {  // ... but somebody was faster
+    const int64_t less = std::min(count, (over + kPage - 1) / kPage);
+    entry.bytes -= less * kPage;
+    count -= less;
+  }
   if (range.pages.size() < static_cast<size_t>(first + count))
     range.pages.resize(static_cast<size_t>(first + count));
   const CUmemAllocationProp prop = memory_of(device);
@@ -169,7 +188,7 @@ int64_t Pages::fill(void *base, int64_t first, int64_t count, int32_t device) {
     }
     done = 0;
   }
-  entry.bytes += done * kPage;
+  entry.bytes -= (count - done) * kPage;
   share(entry, device);
   return done;
 }
@@ -212,21 +231,22 @@ void Pages::hide(void *base, int64_t at, int64_t count, int32_t) {
 
 void Pages::settle(int32_t device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  c10::cuda::device_synchronize();
+  (void)cudaDeviceSynchronize();  // PyTorch's own may have to wait for Python
 }
 
 void Pages::set_fraction(double fraction, int32_t device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Device &entry = devices_[device];
-  entry.fraction = fraction;
-  entry.limited = true;
-  share(entry, device);
+  const auto found = devices_.find(device);
+  if (found == devices_.end() || !found->second.bytes)
+    return behind_->setMemoryFraction(fraction, static_cast<c10::DeviceIndex>(device));
+  found->second.fraction = fraction;
+  share(found->second, device);
 }
 
 double Pages::fraction(int32_t device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = devices_.find(device);
-  if (found != devices_.end() && found->second.limited) return found->second.fraction;
+  if (found != devices_.end() && found->second.bytes) return found->second.fraction;
   return behind_->getMemoryFraction(static_cast<c10::DeviceIndex>(device));
 }
 

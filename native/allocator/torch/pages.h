@@ -19,6 +19,7 @@ namespace lowtide {
 class Pages {
  public:
   static constexpr int64_t kPage = 2 << 20;
+  static constexpr int64_t kSpare = 22 << 20;  // the caching allocator takes 20 MiB at once
 
   explicit Pages(c10::cuda::CUDACachingAllocator::CUDAAllocator *behind) : behind_(behind) {}
 
@@ -31,6 +32,9 @@ class Pages {
   bool show(void *base, int64_t at, const int64_t *pages, int64_t count, int32_t device);
   void hide(void *base, int64_t at, int64_t count, int32_t device);
   void settle(int32_t device);
+  // Whether the caching allocator has given something back.  No lock of the pool may be held: it may
+  // have to wait for Python.
+  bool flush(int32_t device);
 
   // The limit for both, as a fraction of the device's memory.
   void set_fraction(double fraction, int32_t device);
@@ -43,14 +47,15 @@ class Pages {
     std::unordered_map<int64_t, int64_t> windows;     // offset -> pages
   };
   struct Device {
-    bool limited = false;   // `fraction` holds
-    double fraction = 1;
+    double fraction = 1;    // for both, while there are pages
     int64_t bytes = 0;      // in pages
     int64_t stuck = 0;      // what the caching allocator could not give back when it was last asked
+    double total = 0;       // bytes of the device
   };
 
   bool allow(void *at, int64_t bytes, int32_t device);
-  int64_t room(Device &entry, int32_t device, bool empty);
+  Device &at(int32_t device);
+  int64_t room(const Device &entry, int32_t device);
   void share(Device &entry, int32_t device);  // tells the caching allocator what is left
 
   c10::cuda::CUDACachingAllocator::CUDAAllocator *const behind_;

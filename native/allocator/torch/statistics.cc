@@ -152,7 +152,8 @@ Statistics::DeviceStats Statistics::corrected(c10::DeviceIndex device,
     }
     c10::CachingAllocator::Stat &reserved = stats.reserved_bytes[kTypeIndex[type]];
     reserved.current += pool.page_bytes;
-    if (entry.started) reserved.peak = std::max(entry.reserved_peak[type], reserved.current);
+    if (entry.started)
+      reserved.peak = std::max({reserved.peak, entry.reserved_peak[type], reserved.current});
     const int64_t empty =
         pool.arena_bytes + pool.page_bytes - pool.live_bytes - pool.pending_bytes;
     c10::CachingAllocator::Stat &split = stats.inactive_split_bytes[kTypeIndex[type]];

@@ -330,7 +330,7 @@ class Budgeted:
         anew, planned.planned_anew = planned.planned_anew, False
         return anew
 
-    def use_pages(self, place: Giver) -> bool:
+    def use_pages(self, place: Giver | None) -> bool:
         """Whether what is allocated lies in pages from now on: where a budget is held."""
         return self._dynamic is not None and self._dynamic.cap.use_pages(place)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,6 +70,7 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
+        self._without_pages = os.environ.get("LOWTIDE_PAGES") != "1"  # or they cannot be had
         self.missing = 0  # of the last arena that could not be had
         self._tidied: Counter[int] = Counter()  # by device
 
@@ -123,11 +125,14 @@ class CudaPlace:
         What is there already lies outside, without holes. Not where other devices may want to read
         pages: nobody shows them to those.
         """
-        if torch.cuda.device_count() > 1:
+        if torch.cuda.device_count() > 1 or self._without_pages:
             return False
-        self.settle(device)
         stream = torch.cuda.current_stream(device).cuda_stream
-        return bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
+        made = bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
+        self._without_pages = not made
+        if made:
+            self.settle(device)
+        return made
 
     def page_room(self, device: int) -> int:
         """What PyTorch may reserve, but for what lies outside."""
@@ -137,7 +142,8 @@ class CudaPlace:
     def free_bytes(self, device: int) -> int:
         """In pages, and those that there may still be."""
         more = self.page_room(device) - self.core.count(device).page_bytes
-        return self.core.free_pages(device) + more
+        cached = int(self._library.lowtide_torch_cached(device))
+        return self.core.free_pages(device) + more + cached
 
     def _set_arena_parked(self, lane: int, size: int, device: int, left: Mapping[int, int]) -> bool:
         """With what lies in the way in main memory meanwhile.

@@ -202,7 +202,9 @@ class Tide:
     def _use_pages(self) -> None:
         """Within a budget that PyTorch's allocator is held to, memory goes in pages."""
         budgeted, place = self._budgeted, self._place
-        if budgeted is None or place is None or not budgeted.use_pages(place):
+        if budgeted is None or place is None or place.capturing():
+            return
+        if not budgeted.use_pages(place):
             return
         ready = budgeted.is_settled
         self._pool = Pool(place.core, place, self._tell, budgeted.shrink, ready)
@@ -240,6 +242,8 @@ class Tide:
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 self._pool.stop()
                 self._pool, self._place = None, None
+                if self._budgeted is not None:
+                    self._budgeted.use_pages(None)
                 what = f"{type(error).__name__}: {error}"
                 self._turn_off(f"it failed ({what}), please report it; training goes on")
         elif self._waits and torch.cuda.is_initialized():

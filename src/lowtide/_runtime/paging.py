@@ -109,10 +109,12 @@ class _Pages:
 
     def take_run(self, count: int) -> int:
         """The first of so many side by side, or -1: they are nobody else's any more."""
+        top = self.top
         found = self.take(count, _FOREVER) if count else None
         if found is None or (np.diff(found) == 1).all():
             return -1 if found is None else int(found[0])
         self.give(found)
+        self.top = top
         return -1
 
     def take(self, count: int, until: int) -> _Found | None:
@@ -166,8 +168,8 @@ def _place_large(
         if taken is not None:
             found[i] = taken
 
-    left = sorted((i for i in large if step.freed[i] > step.ticks), key=lambda i: -step.sizes[i])
-    for i in left:
+    left = {i for i in large if step.freed[i] > step.ticks}
+    for i in sorted(left, key=lambda i: -step.sizes[i]):
         place(i, 0)
         if i in found:
             pages.keep(found[i], step.made[i])

@@ -220,7 +220,7 @@ class Pool:
         if known is not None:
             state.plans.move_to_end(lane.signature)
             known.trouble = known.trouble + 1 if lane.displaced else 0
-        if lane.refused and state.plans:  # something fits only without an arena: let it
+        if lane.refused and state.plans and not state.paged:  # it fits only without an arena
             state.asked_again = self._marks + state.patience
         before, state.before = state.before, lane
         if before is not None and self._wanted(before, lane, state):
@@ -232,6 +232,10 @@ class Pool:
             return False
         if self._is_tight and step.signature != now.signature:
             return False  # what is left behind has to lie where it is planned to
+        if not state.paged and any(
+            other.paged and other.device == state.device for other in self._lanes.values()
+        ):
+            return False  # an arena beside pages would take what they need
         if self._marks < state.asked_again or state.seen.get(step.signature, 0) < 2:
             return False
         elapsed = time.monotonic() - self._began
@@ -262,7 +266,7 @@ class Pool:
         if self._is_tight:
             seconds = _TIGHT_SECONDS
         if state.paged:
-            plan = self._plan_pages(record, now)
+            plan = self._plan_pages(record, now, state.arena_size())
         else:
             plan = plan_step(
                 record,
@@ -290,11 +294,11 @@ class Pool:
             self._mode = Mode.REPLAY
             self._core.set_mode(Mode.REPLAY)
 
-    def _plan_pages(self, record: StepRecord, lane: Lane) -> StepPlan:
-        """In the lane's pages, of which as many get memory as it takes."""
+    def _plan_pages(self, record: StepRecord, lane: Lane, highest: int) -> StepPlan:
+        """In the lane's pages, of which as many get memory as the highest plan takes."""
         room, lasting = self._place.page_room(lane.device), self._core.lasting(lane.lane)
         plan = plan_pages(record, lane.page, room, lasting)
-        self._core.fill(lane.lane, plan.height)
+        self._core.fill(lane.lane, max(plan.height, highest))
         windows = dict.fromkeys(plan.pages.values(), -1)
         for pages in windows:
             windows[pages] = self._core.window(lane.lane, pages)

@@ -65,7 +65,6 @@ class Cap:
     def lift(self) -> None:
         """As it was before."""
         before, self._before = self._before, None
-        self._giver = None
         if before is not None:
             torch.cuda.set_per_process_memory_fraction(before, self._device)
             _set(self._settings or "expandable_segments:False")
@@ -75,9 +74,11 @@ class Cap:
         """Whether the allocator is held to the budget."""
         return self._before is not None
 
-    def use_pages(self, giver: Giver) -> bool:
+    def use_pages(self, giver: Giver | None) -> bool:
         """Whether memory is given in pages from now on: then nothing is lost to fragments."""
-        if self._before is not None and self._giver is None and giver.use_pages(self._index):
+        if giver is None:
+            self._giver = None
+        elif self._before is not None and self._giver is None and giver.use_pages(self._index):
             self._giver = giver
         return self.paged
 
