@@ -4,6 +4,7 @@ budgeted_script.py gpt|conv STEPS plain|BUDGET FOLDER [forever]
 """
 
 import hashlib
+import signal
 import sys
 from pathlib import Path
 
@@ -81,4 +82,5 @@ def main() -> None:
     print(hashlib.sha256(content).hexdigest(), list(Path(folder).iterdir()))
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may run where that is ignored
 main()

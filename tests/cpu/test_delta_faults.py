@@ -331,8 +331,9 @@ def test_what_could_not_be_written_is_held_by_nobody(monkeypatch: pytest.MonkeyP
 
 
 _INTERRUPTED = """
-import _thread, gc, json, random, sys, threading, time
+import _thread, gc, json, random, signal, sys, threading, time
 sys.path[:0] = sys.argv[3:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
 import torch
 from test_delta_faults import all_of, installed, train
 from jobs import JOBS
