@@ -9,6 +9,8 @@
 #include <exception>
 #include <utility>
 
+#include "guarded.h"
+
 namespace lowtide {
 namespace {
 
@@ -53,16 +55,6 @@ int32_t event_passed(void *context, void *event) { return context_of(context).ev
 void wait_event(void *context, void *event) { context_of(context).events->wait(event); }
 
 void drop_event(void *context, void *event) { context_of(context).events->drop(event); }
-
-// Nothing is thrown into the pool while its lock is held.
-template <typename Result, typename Call>
-Result guarded(Result otherwise, Call call) noexcept {
-  try {
-    return call();
-  } catch (...) {
-    return otherwise;
-  }
-}
 
 void *reserve(void *context, int64_t bytes, int32_t device) {
   return guarded<void *>(nullptr,

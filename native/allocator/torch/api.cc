@@ -1,22 +1,10 @@
 #include "torch.h"
 
 #include "allocator.h"
+#include "guarded.h"
 
 using lowtide::Allocator;
-
-namespace {
-
-// Nothing is thrown into C: what fails gives `otherwise`.
-template <typename Result, typename Call>
-Result guarded(Result otherwise, Call call) noexcept {
-  try {
-    return call();
-  } catch (...) {
-    return otherwise;
-  }
-}
-
-}  // namespace
+using lowtide::guarded;
 
 const char *lowtide_torch_install(void) {
   static std::string why;
