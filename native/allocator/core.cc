@@ -150,7 +150,6 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
     }
   }
   if (offset >= 0) {
-    lane.told.scattered += offset >= lane.arena->bytes;
     put(*lane.arena, offset, bytes, origin);
     if (receipt)
       *receipt = {Place::kArena, rounded(bytes), bytes,

@@ -182,15 +182,8 @@ void Paged::forget_window(int64_t offset) {
 
 std::vector<Paged::Stretch> Paged::drop_windows(bool all) {
   std::vector<Stretch> gone;
-  for (auto one = windows_.begin(); one != windows_.end();) {
-    const auto &[offset, window] = *one;
-    if (window.used || (window.kept && !all)) {
-      ++one;
-      continue;
-    }
-    gone.push_back({offset, window.pages});
-    ++one;
-  }
+  for (const auto &[offset, window] : windows_)
+    if (!window.used && (all || !window.kept)) gone.push_back({offset, window.pages});
   for (const auto &[offset, pages] : gone) forget_window(offset);
   return gone;
 }

@@ -17,11 +17,11 @@ bool Pool::set_pages(Stream stream, int64_t bytes) {
   if (most <= 0) return false;
   Lock lock(mutex_);
   shrink_retired();
-  if (lanes_[static_cast<size_t>(lane_of(stream))]->paged) return true;
+  Lane &lane = *lanes_[static_cast<size_t>(lane_of(stream))];
+  if (lane.paged) return true;
   const int64_t span = most * (1 + kWindows);
   void *const base = backend_.reserve(backend_.context, span, stream.device);
   if (!base) return false;
-  Lane &lane = *lanes_[static_cast<size_t>(lane_of(stream))];
   let_go(lane);
   lane.distrusted = false;
   auto paged = std::make_unique<Paged>(base, most, span, page, stream);

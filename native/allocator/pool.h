@@ -78,7 +78,6 @@ typedef struct {
   int64_t unplanned;        // ... that no plan foresaw; the others outlive the plan, outside
   int64_t arena_bytes;      // 0: the lane has no arena; of one in pages, what has memory
   int64_t page;             // bytes of a page of it; 0: it has none
-  int64_t scattered;        // allocations that do not lie in one piece
   int32_t overflow;         // the step was too long to be noted whole
   int32_t refused;          // allocations for which there was no memory anywhere
 } lowtide_pool_lane;

@@ -121,16 +121,19 @@ def one_step(host: Host) -> None:
         host.free(block)
 
 
+def repeat(made: Bench, times: int) -> None:
+    """Steps, one like the other."""
+    for _ in range(times):
+        one_step(made.host)
+        made.pool.mark()
+
+
 def test_a_step_that_repeats_gets_its_pages_and_no_new_windows() -> None:
     with bench() as made:
         host = paged(made, 21 * PAGE)
-        for _ in range(4):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 4)
         shown = host.shown
-        for _ in range(3):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 3)
         assert host.shown == shown
         summary = made.pool.summary()
         assert summary.planned == summary.allocations > 0
@@ -157,9 +160,7 @@ def test_what_stays_is_in_nobodys_way() -> None:
         host = paged(made, 40 * PAGE)
         fragmented(host, 10)
         host.allocate(700)
-        for _ in range(9):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 9)
         summary = made.pool.summary()
         assert summary.planned == summary.allocations > 0
 
@@ -167,38 +168,28 @@ def test_what_stays_is_in_nobodys_way() -> None:
 def test_what_is_not_foreseen_keeps_out_of_the_way_of_plans() -> None:
     with bench() as made:
         host = paged(made, 40 * PAGE)
-        for _ in range(5):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 5)
         stranger = host.allocate(4 * PAGE)
-        for _ in range(3):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 3)
         assert made.pool.summary().displaced == 0
         host.free(stranger)
 
 
 def test_until_steps_are_what_they_will_be_none_is_planned() -> None:
     with bench() as made:
-        host = paged(made, 21 * PAGE)
+        paged(made, 21 * PAGE)
         made.pool._ready = lambda: False
-        for _ in range(5):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 5)
         assert made.pool.summary().plans == 0
         made.pool._ready = lambda: True
-        for _ in range(3):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 3)
         assert made.pool.summary().plans == 1
 
 
 def test_steps_that_are_others_are_planned_anew_in_the_same_pages() -> None:
     with bench() as made:
         host = paged(made, 21 * PAGE)
-        for _ in range(5):
-            one_step(host)
-            made.pool.mark()
+        repeat(made, 5)
         held = host.bytes
         made.pool.mark(anew=True)
         assert made.pool.summary().plans == 0 and host.bytes == held

@@ -57,7 +57,7 @@ FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
 _SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
 _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
-_PIECE = 512 << 20  # bytes of optimizer state that are stepped at once
+_LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _PLAN_SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 _SPARE = 0.01  # of the budget that a plan leaves
@@ -218,7 +218,7 @@ class Budgeted:
             return _FILE_SPEED
         if self._machine is None:
             self._machine = machine_here(self._device, folder=self._folder, only_link=True)
-        return _PIECE / link_seconds(self._machine.out, _PIECE)
+        return _LARGE / link_seconds(self._machine.out, _LARGE)
 
     def _look_at_peak(self) -> None:
         if self._follows_plan and not self._closed:
@@ -325,10 +325,10 @@ class Budgeted:
     def take_planned_anew(self) -> bool:
         """Whether the last step has shown that the next ones have to hold less. Told once."""
         planned = None if self._dynamic is None else self._dynamic.planned
-        if planned is None:
+        if planned is None or not planned.planned_anew:
             return False
-        anew, planned.planned_anew = planned.planned_anew, False
-        return anew
+        planned.planned_anew = False
+        return True
 
     def use_pages(self, place: Giver | None) -> bool:
         """Whether what is allocated lies in pages from now on: where a budget is held."""

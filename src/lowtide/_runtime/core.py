@@ -35,7 +35,6 @@ class Lane:
     unplanned: int
     arena_bytes: int
     page: int
-    scattered: int
     overflow: int
     refused: int
 
@@ -90,7 +89,6 @@ class _Lane(ctypes.Structure):
         ("unplanned", ctypes.c_int64),
         ("arena_bytes", ctypes.c_int64),
         ("page", ctypes.c_int64),
-        ("scattered", ctypes.c_int64),
         ("overflow", ctypes.c_int32),
         ("refused", ctypes.c_int32),
     ]
