@@ -261,6 +261,18 @@ def test_pages_are_the_lanes_for_good() -> None:
         assert host.allocate(PAGE) == block + PAGE
 
 
+def test_what_somebody_keeps_from_one_time_leaves_the_rest_to_the_next() -> None:
+    with bench(capacity=16 * PAGE) as made:
+        host = paged(made, 16 * PAGE)
+        kept, other = host.allocate(8 * PAGE), host.allocate(8 * PAGE)
+        made.pool.stop()
+        host.free(other)  # its pages stay with the one that is kept, until somebody needs them
+        host.use_pages(16 * PAGE)
+        host.core.set_mode(Mode.RECORD)
+        assert host.core.is_paged(host.allocate(8 * PAGE))
+        host.free(kept)
+
+
 def test_leaving_gives_everything_back() -> None:
     with bench() as made:
         host = paged(made, 16 * PAGE)
