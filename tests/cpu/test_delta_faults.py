@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -166,8 +168,7 @@ def test_what_a_library_takes_inside_is_had_first(monkeypatch: pytest.MonkeyPatc
         return wish if "convolution" in name else inside(costs, key, name, args)
 
     monkeypatch.setattr(Costs, "inside", some)
-    monkeypatch.setattr(Costs, "looks", lambda _costs, key: key is not None)
-    monkeypatch.setattr(Costs, "taken", lambda _costs: 0)
+    monkeypatch.setattr(Costs, "chooses", lambda _costs, key: key is not None)
     budget = budget_of("unet")
     job = JOBS["unet"]()
     asked: list[tuple[int, ...]] = []
@@ -186,6 +187,29 @@ def test_what_a_library_takes_inside_is_had_first(monkeypatch: pytest.MonkeyPatc
     assert sum(after > before for before, after in pairwise(gone)) > 5
     found = [*bits_of(losses), *bits_of(all_of(job))]
     assert find_difference(found, plain("unet").result) is None
+
+
+def test_also_where_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Costs, "inside", lambda *_: 1 << 16)
+    first: Counter[bool] = Counter()
+    run_it = Room.run
+
+    def watched(self: Room, work: Callable[[], Any], need: int, *args: Any, **how: Any) -> Any:
+        if not args:
+            first[how["first"]] += 1
+        return run_it(self, work, need, *args, **how)
+
+    monkeypatch.setattr(Room, "run", watched)
+    run(JOBS["unet"], STEPS, budget_of("unet"))
+    assert first[True] and first[False] > first[True], first
+
+
+def test_a_thread_chooses_for_itself() -> None:
+    costs = Costs(torch.device("cpu"))
+    assert [costs.chooses("a") for _ in range(4)] == [True, True, False, False]
+    with ThreadPoolExecutor() as other:
+        assert other.submit(costs.chooses, "a").result()
+    assert costs.chooses("b") and not costs.chooses("a") and not costs.chooses(None)
 
 
 @pytest.mark.parametrize("k", [1, 5])

@@ -1,6 +1,8 @@
 """What ops cost: their time and the bytes they make, remembered by what they are and are given."""
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +49,7 @@ class Costs:
         self._looks: dict[Hashable, int] = {}
         self._made: dict[Hashable, int] = {}
         self._scratch: dict[Hashable, int] = {}
+        self._runs: Counter[tuple[int, Hashable]] = Counter()  # by thread, up to _LOOKS
         self._seconds: dict[Hashable, list[float]] = {}
         self._timed: set[Hashable] = set()  # in this step
         self._pending: list[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = []
@@ -102,6 +105,20 @@ class Costs:
         """Whether the allocator should be asked before and after it."""
         return self._on_cuda and key is not None and self._looks.get(key, 0) < _LOOKS
 
+    def chooses(self, key: Hashable | None) -> bool:
+        """Whether a library may choose now how this thread computes it, from now on.
+
+        PyTorch keeps what cuDNN chose for each thread: what ran in forward is chosen once more
+        where backward makes it again.
+        """
+        if key is None:
+            return False
+        here = threading.get_ident(), key
+        runs = self._runs[here]
+        if runs < _LOOKS:
+            self._runs[here] = runs + 1
+        return runs < _LOOKS
+
     def taken(self) -> int:
         """Bytes that were ever taken of the GPU."""
         return int(torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]["allocated"])
@@ -112,6 +129,7 @@ class Costs:
             self._made.clear()
             self._scratch.clear()
             self._looks.clear()
+            self._runs.clear()
         self._made[key] = count
         if taken is not None:
             inside = max(0, taken - count)

@@ -251,7 +251,8 @@ class Replayer:
 
         need = self._costs.known_bytes(call.cost)
         wish = self._costs.inside(call.cost)
-        return room.run(work if state is None else work_from_state, need, wish=wish)
+        first = wish > 0 and self._costs.chooses(call.cost)
+        return room.run(work if state is None else work_from_state, need, wish=wish, first=first)
 
 
 def generator_of(device: torch.device) -> torch.Generator:

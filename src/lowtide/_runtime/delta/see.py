@@ -179,7 +179,7 @@ class Seer:
         timed = call is not None and self._costs.wants(key)
         wish = self._costs.inside(key, what.facts.name, args)
         taken = self._costs.taken() if self._costs.looks(key) else None
-        first = taken is not None and wish > 0
+        first = wish > 0 and self._costs.chooses(key)
         hurried = not (timed or sampled or first or what.facts.may_be_random)
         if not hurried or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
