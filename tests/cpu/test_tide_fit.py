@@ -4,32 +4,27 @@ import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from jobs import JOBS, Job, job_of
 from moving import same_machine
-from tides import CHANGING, STEPS, TOLERANCE, check, plain, planned_of
+from tides import CHANGING, STEPS, TOLERANCE, check, hold_all, plain, planned_of
 from tight import bits_of, find_difference, holding_nothing, run, state_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide._analyze.load import find_peak
 from lowtide._errors import LowtideWarning
-from lowtide._ir import Hold, Machine, Plan, Rerun, Trace
+from lowtide._ir import Hold, Plan, Rerun
 from lowtide._machine.link import line
-from lowtide._policy.ground import Ground
-from lowtide._policy.remake import remake
-from lowtide._policy.taste import Taste
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.cap import Cap
-from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.planned import _OFTEN, _SHORT, Mode
+from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.swap.script import Act
-from lowtide._simulate.remade import remade
 
 pytestmark = pytest.mark.usefixtures("plans_at_once")
 
@@ -132,18 +127,6 @@ def gates() -> Job:
 
 def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search would choose: all that can be held is, for what is made from it."""
-
-    def hold_all(trace: Trace, _machine: Machine, **asked: Any) -> Plan:
-        ground = Ground(trace, asked["runtime"])
-        found = remake(ground, asked["limit"], Taste(), holds=frozenset(ground.holdable))
-        assert found is not None
-        seconds, remakes = found
-        plain = ground.starts[-1]
-        peak = find_peak(remade(trace, remakes).trace).bytes
-        return Plan(
-            (), peak, plain + seconds, find_peak(trace).bytes, plain, remakes=tuple(remakes)
-        )
-
     monkeypatch.setattr(budgeting, "tide", hold_all)
     expected = run(gates, STEPS)
     budget = int(0.75 * max(expected.peaks))
@@ -167,14 +150,14 @@ def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.Monk
         job.step()
         assert dynamic.replayer.calls - before == len(reruns)
 
-        held_now = []
-        hold = planned_of(tide)._hold
+        held_now: list[Value] = []
+        hold = Holds.hold
 
-        def noted(cell: DeltaCell, place: int) -> None:
-            hold(cell, place)
-            held_now.extend(planned_of(tide)._held[-1:])
+        def noted(holds: Holds, call: Call) -> None:
+            hold(holds, call)
+            held_now.extend(holds._held.values())
 
-        monkeypatch.setattr(planned_of(tide), "_hold", noted)
+        monkeypatch.setattr(Holds, "hold", noted)
         monkeypatch.setattr(dynamic.room, "drop", lambda _cell: None)  # held for nothing
         job.step()
         assert held_now

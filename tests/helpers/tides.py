@@ -8,7 +8,13 @@ from jobs import JOBS, heavy
 from tight import Run, find_difference, run
 
 import lowtide
+from lowtide._analyze.load import find_peak
+from lowtide._ir import Machine, Plan, Trace
+from lowtide._policy.ground import Ground
+from lowtide._policy.remake import remake
+from lowtide._policy.taste import Taste
 from lowtide._runtime.delta.planned import Planned
+from lowtide._simulate.remade import remade
 
 STEPS = 6
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
@@ -44,3 +50,14 @@ def check(name: str, share: float, **how: Any) -> tuple[Planned, list[int]]:
     assert find_difference(ours.result, plain(name).result) is None
     assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)
     return planned_of(made[0]), ours.peaks
+
+
+def hold_all(trace: Trace, _machine: Machine, **asked: Any) -> Plan:
+    """Whatever the search would choose: all that can be held is, for what is made from it."""
+    ground = Ground(trace, asked["runtime"])
+    found = remake(ground, asked["limit"], Taste(), holds=frozenset(ground.holdable))
+    assert found is not None
+    seconds, remakes = found
+    plain = ground.starts[-1]
+    peak = find_peak(remade(trace, remakes).trace).bytes
+    return Plan((), peak, plain + seconds, find_peak(trace).bytes, plain, remakes=tuple(remakes))

@@ -1,6 +1,6 @@
 """What recomputing has to know of a step, whatever the limit: who is made from what, and when."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -61,6 +61,8 @@ class Ground:
             for i, can in enumerate(self.can):
                 able = can and i in runtime.droppable
                 self.from_on[i] = runtime.held.get(ValueId(i), self.ops) if able else self.ops
+        events = range(self.ops) if runtime is None else runtime.positions
+        self.chances = _next_of(events, self.ops)  # from each position on, when something can go
         before = {value.storage: i for i, value in enumerate(trace.values) if value.before}
         self.found_as = {  # what a step leaves in a storage -> what the next one finds
             i: before[value.storage]
@@ -141,25 +143,18 @@ class Ground:
         self.wants = [tuple(values) for values in wants]
 
     def _holdable(self, runtime: Runtime | None) -> dict[int, int]:
-        """What could stay beyond its end, for what is made from it -> until when that is needed.
-
-        In a live step it is found through a saved value that is made from it while it is there.
-        """
+        """What could stay beyond its end, for what is made from it -> until when that is needed."""
         found: dict[int, int] = {}
         values = self.trace.values
         overwritten = {value for some in self.overwritten for value in some}
         for made, maker in enumerate(self.maker):
             if self.from_on[made] >= self.ops or not self.can[made]:
                 continue
-            value = values[made]
-            packed = min((save.packed for save in value.saves), default=self.ops)
             for source in self.sources[maker]:
                 if values[source].after or source in overwritten or not self.size[source]:
                     continue
                 if runtime is not None and (values[source].saves or source in runtime.movable):
                     continue  # it is saved itself
-                if runtime is not None and packed > values[source].end:
-                    continue
                 until = self.uses[made][-1] if self.uses[made] else 0
                 if until > values[source].end:
                     found[source] = max(found.get(source, 0), until)
@@ -184,6 +179,16 @@ class Ground:
                 can[value] = self.size[value] > 0
                 until[value] = max(until[value], reach)
         return can
+
+
+def _next_of(positions: Sequence[int], ops: int) -> list[int]:
+    """For each position the next of `positions`, itself included; `ops` where there is none."""
+    found = [ops] * (ops + 2)
+    for at in positions:
+        found[at] = at
+    for at in range(ops - 1, -1, -1):
+        found[at] = min(found[at], found[at + 1])
+    return found
 
 
 def _made_again(trace: Trace, op: Op) -> tuple[ValueId, ...]:

@@ -194,7 +194,11 @@ class _Pass:
     def _unlock(self, value: int, position: int) -> None:
         self._locked[value] -= 1
         if not self._locked[value] and self._there[value] and self._ground.can[value]:
-            self._free[value] = self._may_go(value)
+            chance = self._ground.chances[position + 1]
+            if chance <= self._position + 1 or self._position >= self._ends[value]:
+                self._free[value] = self._may_go(value)
+            elif self._from_on[value] < self._ground.ops:
+                self._opening[max(chance, self._from_on[value])].append(value)
             self._due[value] = self._next(value, position)
 
     def _hold(self, value: int) -> None:

@@ -69,7 +69,9 @@ class Dynamic:
             self.idle.told = self._piece
             self.idle.changed = planned.unlearn
             planned.write_down = self._write_down
-            self.room.spare = planned.let_go
+            planned.follow = self.replayer.follow
+            planned.holds = self.seer.holds
+            self.room.spare = planned.holds.let_all_go
         self._mode: SeeingMode | None = None
         self._tally = Tally()
         self._was_lax = False  # at some time in this step
@@ -171,6 +173,7 @@ class Dynamic:
     def _end_planned(self, planned: Planned) -> None:
         """What was traced was traced below this mode, which leaves for a moment."""
         planned.end()
+        self.seer.observe = None
         if planned.observer is None:
             return
         on_top = self._mode is not None and self._mode.is_on_top()
@@ -188,7 +191,7 @@ class Dynamic:
             try:
                 planned.pop_stray()
                 if planned.wants_trace():
-                    planned.trace()
+                    self.seer.observe = planned.trace().see
             finally:
                 self._enter()
         planned.begun()
@@ -393,6 +396,5 @@ class Dynamic:
         """Have a dropped one's bytes again."""
         cell.bounces += 1
         self.room.counts["remade"] += 1
-        others = [] if self.planned is None else self.planned.together(cell)
         with self.room.lock:
-            self.replayer.remake(cell, others)
+            self.replayer.remake(cell)

@@ -7,7 +7,7 @@ nothing else, and a step that departs from it goes on as one that was never plan
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
 from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
-from lowtide._runtime.delta.recipe import Value
+from lowtide._runtime.delta.replay import Item
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
@@ -60,8 +61,10 @@ class Planned:
     """Told of every event of steps that are seen op by op."""
 
     room: Room
+    holds: Holds
     idle: IdleState
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
+    follow: Callable[[Sequence[Item]], None]  # run them again, or drop them, in order
 
     def __init__(
         self, plan: Callable[[Observed, int | None], Plan | None], tell: Callable[[str], None]
@@ -77,8 +80,6 @@ class Planned:
         self.steps: Counter[Mode] = Counter()
         self._next_trace = _FIRST
         self._patience = _PATIENCE
-        self._held: list[Value] = []
-        self._numbers: dict[int, int] = {}  # of the cells that a script moves
         self._before = 0  # tensors saved in all steps before this one
         self._ended: Script | None = None  # by which the last planned step went
         self._trouble = 0  # drops that had been refused when this step began
@@ -97,7 +98,7 @@ class Planned:
             and Observer.can_begin()
         )
 
-    def trace(self) -> None:
+    def trace(self) -> Observer:
         """Trace the step that begins."""
         self._next_trace = self.steps.total() + self._patience
         self._patience *= 2
@@ -105,6 +106,7 @@ class Planned:
         self.following.agrees = False
         self.observer = Observer()
         self.observer.begin(self.idle.optimizers.cells)
+        return self.observer
 
     def learn(self) -> None:
         """The traced step has ended: plan those like it."""
@@ -152,7 +154,7 @@ class Planned:
         if self.mode is Mode.PLANNED:
             self.mode = Mode.DEPARTED
             self.write_down(None)
-            self.let_go()
+            self._let_go()
 
     def _failed(self, error: Exception) -> None:
         self._next_trace = _NEVER
@@ -167,7 +169,7 @@ class Planned:
     def _give_up(self) -> None:
         self.following.codes.clear()
         self.following.depart()
-        self.let_go()
+        self._let_go()
         self.write_down(None)
         self.mode = Mode.DYNAMIC
         observer, self.observer = self.observer, None
@@ -194,7 +196,7 @@ class Planned:
         self.mode = Mode.DYNAMIC
         self.following.script = None
         self.following.rest()
-        self.let_go()
+        self._let_go()
 
     # What happens in a step.
 
@@ -204,8 +206,7 @@ class Planned:
         self.steps[self.mode] += 1
         self._before += saves
         self._began = time.perf_counter()
-        self.let_go()
-        self._numbers.clear()
+        self._let_go()
         if not watched:
             self.mode = Mode.LOOSE
             self.write_down(None)
@@ -254,7 +255,7 @@ class Planned:
                 script.recorded = None
                 script.trouble += 1
         elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
-            script.recorded = frozenset(self.room.used)
+            script.recorded = frozenset(self.room.calls) | frozenset(script.holds)
 
     def is_settled(self) -> bool:
         """Whether steps go by a plan as they are going to from now on."""
@@ -269,7 +270,13 @@ class Planned:
         """The step that begins has begun, and is seen."""
         script = self.following.script if self.mode is Mode.PLANNED else None
         self.write_down(None if script is None else script.recorded)
+        self.holds.begin({} if script is None else script.holds)
         self.event(BEGIN)
+
+    def _let_go(self) -> None:
+        """Nothing is held, unless something is still to be made from it."""
+        self.holds.begin({})
+        self.holds.let_all_go()
 
     def packed(self, handle: Handle, number: int, *, can_drop: bool) -> None:
         """A tensor was saved, as the `number`-th of this step."""
@@ -279,8 +286,9 @@ class Planned:
             if can_drop:
                 self.observer.can_drop(number)
         self.following.packed(number, handle.cell)
-        if number in self.following.wanted:
-            self._numbers[id(handle.cell)] = number
+        value = handle.cell.value if isinstance(handle.cell, DeltaCell) else None
+        if value is not None and value.call is not None and value.call.number in self.holds.wanted:
+            self.room.surely_of(value)  # made from what is held, it is made in another way
         self.event(handle.bytes)
 
     def unpacking(self, handle: Handle) -> None:
@@ -312,41 +320,18 @@ class Planned:
         if self.observer is not None:
             self.observer.stepped(optimizer)
 
-    def together(self, cell: DeltaCell) -> list[DeltaCell]:
-        """What should be made again along with it."""
-        script = self.following.script
-        if script is None or not self.following.agrees or not script.together:
-            return []
-        wanted = self.following.wanted
-        others = [wanted.get(at) for at in script.together.get(self._numbers.get(id(cell), -1), ())]
-        found = []
-        count = cell.bytes
-        for other in others:
-            if isinstance(other, DeltaCell) and other.state is State.DROPPED:
-                count += other.bytes
-                if self.room.lax or self.room.has(2 * count):  # with what is made on the way
-                    found.append(other)
-        return found
-
-    def _hold(self, cell: DeltaCell, place: int) -> None:
-        """What its value was made from stays, for it to be made again."""
-        call = None if cell.value is None else cell.value.call
-        if call is None or place >= len(call.sources):
-            return
-        self.room.used.add(call.number)
-        source = call.sources[place].value
-        storage = source.storage()
-        if storage is not None and source.held is None and source.saved() is None:
-            source.held = storage
-            self._held.append(source)
-            if cell.value is not None:
-                self.room.surely_of(cell.value)  # made from what is held, it is made in another way
-
-    def let_go(self) -> None:
-        """Of what was held in a step, if nothing has to be made from it any more."""
-        for value in self._held:
-            value.let_go()
-        self._held.clear()
+    def _run_again(self, numbers: Sequence[int]) -> None:
+        """What the plan makes again now; what is left of it is made when asked for."""
+        items: list[Item] = []
+        for number in numbers:
+            if number < 0:
+                cell = self.following.wanted.get(-1 - number)
+                if isinstance(cell, DeltaCell):
+                    items.append(cell)
+            elif number in self.room.calls:
+                items.append(self.room.calls[number])
+        if items:
+            self.follow(items)
 
     def event(self, code: int) -> None:
         """Something happens."""
@@ -361,20 +346,24 @@ class Planned:
         actions = self.following.next(code)
         if self.following.script is not script or actions is None:
             self.write_down(None)
+            self.holds.begin({} if self.following.script is None else self.following.script.holds)
         if actions is None:
             self.mode = Mode.DEPARTED
-            self.let_go()
-        elif actions or self.following.has_late():
+            self._let_go()
+            return
+        if actions or self.following.has_late():
             self.following.act(actions)
+        script = self.following.script
+        if script is not None and self.following.agrees:
+            at = len(self.following.codes) - 1
+            self._run_again(script.reruns.get(at, ()))
+            self.holds.let_go(script.lets_go.get(at, ()))
 
     def _do(self, action: Action, waits: bool) -> bool:
         if action.who < 0:
             return self.idle.do(action, waits=waits, has=self._has)
         cell = self.following.wanted.get(action.who)
         if not isinstance(cell, DeltaCell):
-            return True
-        if action.act is Act.HOLD:
-            self._hold(cell, action.at)
             return True
         if action.act is Act.FETCH:
             if cell.state is State.AWAY and self._has(cell.bytes):

@@ -69,6 +69,7 @@ class Value:
         "held",
         "kept",
         "key",
+        "promised",
         "spoilt",
         "storage",
     )
@@ -79,6 +80,7 @@ class Value:
         self.call = call
         self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
         self.held: torch.UntypedStorage | None = None  # for those that were dropped, if need be
+        self.promised = False  # a plan says how long it is held
         self.kept: Any | None = None  # its cell, when only those that were dropped need it
         self.cell: weakref.ref[Any] | None = None  # if it was saved for backward
         self.dependents: set[Any] = set()  # dropped cells of which it is a source
@@ -87,7 +89,8 @@ class Value:
     def let_go(self) -> None:
         """Hold its bytes no longer, if that was for others who do not need them any more."""
         if not self.dependents:
-            self.held = None
+            if not self.promised:
+                self.held = None
             if self.kept is not None:
                 self.kept.drop()
 

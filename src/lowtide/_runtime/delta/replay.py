@@ -1,7 +1,7 @@
 """Recipes -> bytes: ops run again, below autograd, on what they were given the first time."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
 
+Item = Call | DeltaCell  # what runs again, or is dropped
+
 _ON_DEVICE = (State.HERE, State.LEAVING, State.COMING, State.AWAY)
 
 
@@ -29,12 +31,12 @@ class Replayer:
         self.calls = 0  # made again so far
         self.seconds = 0.0  # what they are known to take
 
-    def needed(self, values: Sequence[Value]) -> list[Call]:
+    def _needed(self, values: Sequence[Value]) -> list[Call]:
         """What has to be run now to have them, in order."""
         order: list[Call] = []
         seen: set[int] = set()
         for value in values:
-            assert value.call is not None
+            assert value.call is not None, "a source of what was dropped is gone"
             if id(value.call) not in seen:
                 seen.add(id(value.call))
                 self._add_needed(value.call, seen, order)
@@ -85,12 +87,11 @@ class Replayer:
                     stack.append(made_by)
         return total
 
-    def remake(self, cell: DeltaCell, others: Sequence[DeltaCell] = ()) -> None:
-        """Run what is needed for it and others; dropped values that come by are kept as well."""
+    def remake(self, cell: DeltaCell) -> None:
+        """Run what is needed for it; dropped values that come by are kept as well."""
         value = cell.value
         assert value is not None
-        values = [value, *(other.value for other in others if other.value is not None)]
-        storage = self.replay(self.needed(values), value, self._adopt)
+        storage = self.replay(self._needed([value]), value, self._adopt)
         if cell.state is State.DROPPED:  # the value was saved a second time, in another cell
             cell.adopt(storage)
 
@@ -99,6 +100,35 @@ class Replayer:
         if cell is not None and cell.state is State.DROPPED:
             cell.adopt(storage)
 
+    def follow(self, items: Sequence[Item]) -> None:
+        """Run calls and drop cells in this order, but for what is there already.
+
+        What they read and is not there, as who wrote it down thought, is made first.
+        """
+        with self._room.lock:
+            self._replay(self._useful(items), None, self._adopt)
+
+    def _useful(self, items: Sequence[Item]) -> list[Item]:
+        """Without calls whose results nobody is short of, and with what they are short of."""
+        going = {id(item.value) for item in items if isinstance(item, DeltaCell)}
+        wanted: dict[int, Value] = {}
+        useful: list[Item] = []
+        for item in reversed(items):
+            if isinstance(item, Call):
+                made = _made_by(item)
+                if not any(id(v) in wanted or id(v) in going or _is_dropped(v) for v in made):
+                    continue
+                for value in made:
+                    wanted.pop(id(value), None)
+                for source in item.sources:
+                    value = source.value
+                    if not source.ignored and (id(value) in going or not self._is_there(value)):
+                        wanted[id(value)] = value
+            useful.append(item)
+        useful.reverse()
+        missing = [value for value in wanted.values() if not self._is_there(value)]
+        return [*self._needed(missing), *useful] if missing else useful
+
     def replay(
         self,
         calls: Sequence[Call],
@@ -106,18 +136,29 @@ class Replayer:
         made: Callable[[Value, torch.UntypedStorage], None],
     ) -> torch.UntypedStorage:
         """Run `calls`; `made` is told of every value on the way. Gives the target's bytes."""
-        uses = Counter(
-            id(source.value) for call in calls for source in call.sources if not source.ignored
-        )
-        uses[id(target)] += 1
-        mine: dict[int, torch.Tensor] = {}  # what was made on the way, by the value
+        return self._replay(calls, target, made)[id(target)].untyped_storage()
+
+    def _replay(
+        self,
+        items: Sequence[Item],
+        target: Value | None,
+        made: Callable[[Value, torch.UntypedStorage], None],
+    ) -> dict[int, torch.Tensor]:
+        """What was made and is still of use, by the value: that is the target."""
+        mine: dict[int, torch.Tensor] = {}
         pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
         try:
-            there = self._hold(calls, pinned)
+            there = self._hold([item for item in items if isinstance(item, Call)], pinned)
+            uses, later = _reads(items, target)
+            for key in [key for key in pinned if not uses[key]]:
+                pinned.pop(key).pinned -= 1  # it is made again first
             with quiet(), torch.no_grad(), torch.inference_mode(False):
-                for call in calls:
-                    self._run_call(call, there, uses, mine, pinned, made)
-            return mine[id(target)].untyped_storage()
+                for item, then in zip(items, later, strict=True):
+                    if isinstance(item, Call):
+                        self._run_call(item, there, uses, then, mine, pinned, made)
+                    elif item.state is State.HERE and item.can_go() and item.alone():
+                        self._room.drop(item)
+            return mine
         finally:
             for cell in pinned.values():
                 cell.pinned -= 1
@@ -173,10 +214,12 @@ class Replayer:
         call: Call,
         there: dict[int, torch.UntypedStorage],
         uses: "Counter[int]",
+        then: Mapping[int, int],
         mine: dict[int, torch.Tensor],
         pinned: dict[int, DeltaCell],
         made: Callable[[Value, torch.UntypedStorage], None],
     ) -> None:
+        """`uses`: how often each value is still read before it is made again; `then`, from here."""
         given = [self._given(source, mine, there) for source in call.sources]
         for at, _ in call.writes:  # it is not to write where others read
             value = call.sources[at].value
@@ -199,6 +242,7 @@ class Replayer:
         results = (result,) if type(result) is torch.Tensor else tuple(tensors_in(result))
         found = [(results[at], known()) for at, known in call.makes]
         found += [(given[at], known()) for at, known in call.writes]
+        uses.update(then)  # they are none by now
         for tensor, remade in found:
             self._keep(tensor, remade, uses, mine, pinned, made)
 
@@ -253,6 +297,32 @@ class Replayer:
         wish = self._costs.inside(call.cost)
         first = wish > 0 and self._costs.chooses(call.cost)
         return room.run(work if state is None else work_from_state, need, wish=wish, first=first)
+
+
+def _made_by(call: Call) -> list[Value]:
+    known = [ref() for _, ref in (*call.makes, *call.writes)]
+    return [value for value in known if value is not None]
+
+
+def _is_dropped(value: Value) -> bool:
+    cell = value.saved()
+    return cell is not None and cell.state is State.DROPPED
+
+
+def _reads(
+    items: Sequence[Item], target: Value | None
+) -> tuple["Counter[int]", list[dict[int, int]]]:
+    """How often values are read before they are made again: from the start; from each item on."""
+    left = Counter(() if target is None else (id(target),))
+    later: list[dict[int, int]] = []
+    for item in reversed(items):
+        then: dict[int, int] = {}
+        if isinstance(item, Call):
+            then = {id(value): left.pop(id(value), 0) for value in _made_by(item)}
+            left.update(id(source.value) for source in item.sources if not source.ignored)
+        later.append(then)
+    later.reverse()
+    return left, later
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from lowtide._runtime.delta.choose import drops, score
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
-from lowtide._runtime.delta.recipe import Recipe, Value
+from lowtide._runtime.delta.recipe import Call, Recipe, Value
 from lowtide._runtime.swap.cell import State
 from lowtide._units import format_bytes
 
@@ -44,9 +44,7 @@ class Room:
         self._costs = costs
         self.budget = budget
         self.lax = False  # steps go by a plan, and the device's allocator is held to the budget
-        self.used: set[int] = (
-            set()
-        )  # of the ops of this step, those by which dropped values were made
+        self.calls: dict[int, Call] = {}  # by which dropped values of this step were made
         self.margin = 0  # of it: bytes that the device's allocator needs itself
         self.policy = policy
         self._speed = speed  # bytes a second to the tier below
@@ -292,7 +290,11 @@ class Room:
     def note(self, cell: DeltaCell) -> None:
         """It went otherwise; what it is made by is needed where it is to be dropped."""
         recipe = self.recipe_of(cell.value) if cell.value is not None else None
-        self.used.update(call.number for call in (recipe.calls if recipe is not None else ()))
+        self.know(recipe.calls if recipe is not None else ())
+
+    def know(self, calls: Iterable[Call]) -> None:
+        """They may have to run again."""
+        self.calls.update((call.number, call) for call in calls)
 
     def let_leave(self, cell: DeltaCell) -> bool:
         """Its copy below is made, or waited for: its bytes go. False: it stays."""
@@ -304,7 +306,7 @@ class Room:
 
     def _forgo(self, cell: DeltaCell, recipe: Recipe) -> None:
         cell.forgo(recipe.sources)
-        self.used.update(call.number for call in recipe.calls)
+        self.know(recipe.calls)
         self.counts["dropped"] += 1
         self.counts["dropped bytes"] += cell.bytes
 

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.gate import Gate
+from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.recipe import Call
@@ -36,6 +37,9 @@ class Seer:
         self._load_gate = gate
         self._wants_gate = True  # nobody has asked for it yet
         self._gate: Gate | None = None
+        # While a step is traced: runs an op, and knows it by its number from then on.
+        self.observe: Callable[[int, Callable[[], Any]], Any] | None = None
+        self.holds = Holds()  # sources of ops that a plan holds on to
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
@@ -52,6 +56,8 @@ class Seer:
         self.ledger.now += 1
         at = self._take_number()
         number = at if self.recorded is None or at in self.recorded else -1
+        if self.observe is not None:
+            return self.observe(at, lambda: self._see(func, what, args, kwargs, number))
         see = self._pass if self.room.lax else self._see
         if self.ops % _SAMPLED:
             return see(func, what, args, kwargs, number)
@@ -106,7 +112,7 @@ class Seer:
         """Ops are numbered from here."""
         self.room.end_step()
         self.at = self.largest = 0
-        self.room.used.clear()
+        self.room.calls.clear()
 
     def _capture(
         self,
@@ -122,6 +128,8 @@ class Seer:
         call = self._captor.capture(func, what, args, kwargs)
         if call is not None:
             call.number = number
+            if number in self.holds.wanted:
+                self.holds.hold(call)
         return call
 
     def _pass(

@@ -1,8 +1,9 @@
 """One live step -> its trace, and how the trace's values are known to the runtime."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ class Observer:
         self._saves: dict[int, int] = {}  # the recorder's value -> the first save
         self._cells: dict[int, Cell] = {}  # those that somebody else refers to, too
         self._droppable: set[int] = set()
+        self._numbers: dict[int, int] = {}  # the recorder's op -> the number the driver knows it by
         self._alone: dict[int, int] = {}  # the recorder's value -> from where on it is alone
 
     @staticmethod
@@ -94,6 +96,14 @@ class Observer:
         for value in gone:
             del self._cells[value]
 
+    def see(self, number: int, run: Callable[[], Any]) -> Any:
+        """Run an op that the driver knows by its number."""
+        before = self._recorder.book.started
+        result = run()
+        if self._recorder.book.started == before + 1:
+            self._numbers[before] = number
+        return result
+
     def packed(self, handle: Handle, number: int) -> None:
         """A tensor was saved."""
         handle.entry = self._recorder.saves.note_pack(handle.tensor)
@@ -133,6 +143,7 @@ class Observer:
         numbers = {book.shown(t): i for i, t in enumerate(states) if t is not None}
         self.stop()
         trace, new = _cleaned(self._recorder.recording())
+        ops = range(len(trace.ops))
         return Observed(
             trace=with_cpu_workspace(trace, room),
             codes=tuple(self._codes),
@@ -140,6 +151,7 @@ class Observer:
             saves={new[old]: number for old, number in self._saves.items() if old in new},
             states={new[old]: i for old, i in numbers.items() if old in new},
             held={new[old]: OpIndex(at) for old, at in self._alone.items() if old in new},
+            numbers=tuple(self._numbers.get(op, -1) for op in ops),
             droppable=frozenset(
                 new[old] for old, at in self._saves.items() if old in new and at in self._droppable
             ),

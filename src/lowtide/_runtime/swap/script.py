@@ -7,11 +7,11 @@ one that was planned, and a position: the number of ops that had started in the 
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from lowtide._analyze.access import accesses, producers
+from lowtide._analyze.access import accesses
 from lowtide._analyze.load import load_curve
 from lowtide._ir import Drop, Hold, OpIndex, Phase, Plan, Rerun, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
@@ -29,11 +29,10 @@ _MOST_SECONDS = 100
 class Act(IntEnum):
     """In the order in which acts of one event are done."""
 
-    HOLD = 0
-    LEAVE = 1
-    DROP = 2
-    RELEASE = 3
-    FETCH = 4
+    LEAVE = 0
+    DROP = 1
+    RELEASE = 2
+    FETCH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Action:
 
     act: Act
     who: int
-    at: int = 0  # where in the tier, for LEAVE; which source of the cell's value, for HOLD
+    at: int = 0  # where in the tier, for LEAVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ class Observed:
     states: Mapping[ValueId, int]
     held: Mapping[ValueId, OpIndex]  # from which position nobody else refers to it
     droppable: frozenset[ValueId] = frozenset()  # those that can be made again
+    numbers: tuple[int, ...] = ()  # by which the driver knows each op; -1: it does not
     asked: tuple[float, ...] = ()  # when each event, and the end, came in an ordinary step
 
 
@@ -71,7 +71,9 @@ class Script:
     steps_whole: bool  # nothing is gained by an optimizer's step in pieces
     plan: Plan
     observed: Observed  # the step that was planned
-    together: Mapping[int, tuple[int, ...]]  # saves -> those that are made again with each
+    reruns: Mapping[int, tuple[int, ...]]  # events -> what runs again then: see `_write_reruns`
+    holds: Mapping[int, tuple[int, ...]]  # ops' numbers -> sources that are held from then on
+    lets_go: Mapping[int, tuple[tuple[int, int], ...]]  # events -> those that are held no longer
     recorded: frozenset[int] | None = None  # ops that are to be written down; None: all
     trouble: int = 0  # steps in which those were not enough
     short: int = 0  # the last so many steps were short of memory all the same
@@ -93,8 +95,9 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
     """
     observed = given
     found: list[list[Action]] = [[] for _ in observed.codes]
-    dropped = _write_drops(observed, plan, found) | _write_holds(observed, plan, found)
-    together = _together(observed, plan)
+    reruns, among = _write_reruns(observed, plan)
+    dropped = _write_drops(observed, plan, found, reruns, among)
+    holds, lets_go = _write_holds(observed, plan)
     if plan.remakes:  # swaps are of the step with its reruns in it
         step = remade(observed.trace, plan.remakes)
         positions = tuple(OpIndex(step.position(at)) for at in observed.positions)
@@ -122,66 +125,105 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         steps_whole=_steps_whole(observed, plan, room),
         plan=plan,
         observed=given,
-        together=together,
+        reruns=reruns,
+        holds=holds,
+        lets_go=lets_go,
     )
 
 
-def _write_drops(observed: Observed, plan: Plan, found: Sequence[list[Action]]) -> frozenset[int]:
+def _write_drops(
+    observed: Observed,
+    plan: Plan,
+    found: Sequence[list[Action]],
+    reruns: dict[int, tuple[int, ...]],
+    among: Container[int],
+) -> frozenset[int]:
     """At the last event in time, unless it is used after that: then at the next one.
 
-    What is made again is made when it is asked for.
+    Before or after what runs again at that event, which may read it, as the plan says. Those that
+    are `among` it, by their places in the plan, are in `reruns` already.
     """
+    begins = {observed.positions[event]: event for event in reruns}
     uses = [sorted(touched) for touched in accesses(observed.trace)]
     dropped = set()
-    for drop in plan.remakes:
+    for place, drop in enumerate(plan.remakes):
         if not isinstance(drop, Drop) or drop.value not in observed.saves:
+            continue
+        if place in among:
+            dropped.add(observed.saves[drop.value])
             continue
         touched = uses[drop.value]
         last = touched[max(0, bisect_left(touched, drop.before) - 1)]
         at = bisect_right(observed.positions, drop.before) - 1
+        at = begins.get(drop.before, at)
         if at < 0 or observed.positions[at] <= last:
             at += 1
         if at < len(found):
             who = observed.saves[drop.value]
-            found[at].append(Action(Act.DROP, who))
             dropped.add(who)
+            if at in reruns and observed.positions[at] < drop.before:
+                reruns[at] = (*reruns[at], -1 - who)
+            else:
+                found[at].append(Action(Act.DROP, who))
     return frozenset(dropped)
 
 
-def _write_holds(observed: Observed, plan: Plan, found: Sequence[list[Action]]) -> frozenset[int]:
-    """When something that is made from it is saved: that leads to it."""
-    trace = observed.trace
-    held = {one.value for one in plan.remakes if isinstance(one, Hold)}
-    if not held:
-        return frozenset()
-    packs = [at for at, code in enumerate(observed.codes) if code >= 0]
-    makers = producers(trace)
-    wanted = set()
-    for value, number in sorted(observed.saves.items()):
-        maker = makers.get(value)
-        if maker is None or number >= len(packs):
-            continue
-        at = packs[number]
-        for place, operand in enumerate(trace.ops[maker].operands):
-            if operand.value in held and observed.positions[at] <= trace.values[operand.value].end:
-                held.discard(operand.value)
-                found[at].append(Action(Act.HOLD, number, place))
-                wanted.add(number)
-    return frozenset(wanted)
-
-
-def _together(observed: Observed, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Saves that are made again at one position: those that a later op needs come along."""
-    by_position: dict[int, set[int]] = defaultdict(set)
+def _write_holds(
+    observed: Observed, plan: Plan
+) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[tuple[int, int], ...]]]:
+    """From the last op on that reads it and is written down; until the event after it is over."""
+    uses = accesses(observed.trace) if any(isinstance(one, Hold) for one in plan.remakes) else ()
+    places: dict[ValueId, tuple[int, int]] = {}  # what is held -> by which op, as which source
+    lets_go: dict[int, tuple[tuple[int, int], ...]] = {}
     for one in plan.remakes:
-        if isinstance(one, Rerun):
-            made = observed.trace.ops[one.op].writes
-            by_position[one.before] |= {observed.saves[v] for v in made if v in observed.saves}
-    found: dict[int, set[int]] = defaultdict(set)
-    for group in by_position.values():
-        for number in group:
-            found[number] |= group - {number}
-    return {number: tuple(sorted(others)) for number, others in found.items() if others}
+        if isinstance(one, Hold):
+            for reader in sorted(uses[one.value], reverse=True):
+                op = observed.trace.ops[reader]
+                read = [operand.value for operand in op.operands]
+                if reader <= one.before and op.grad and one.value in read and observed.numbers:
+                    places[one.value] = observed.numbers[reader], read.index(one.value)
+                    break
+        elif isinstance(one, Drop) and one.value in places:
+            at = bisect_left(observed.positions, one.before)
+            lets_go[at] = (*lets_go.get(at, ()), places[one.value])
+    holds: dict[int, tuple[int, ...]] = {}
+    for number, place in places.values():
+        holds[number] = (*holds.get(number, ()), place)
+    return holds, lets_go
+
+
+def _write_reruns(observed: Observed, plan: Plan) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+    """What runs again before an op, when backward first asks for something that it reads.
+
+    In the plan's order: ops by the numbers that the driver knows them by, and from -1 downwards
+    the saves that are dropped on the way. Also the places in the plan of such drops.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)  # by the position in the plan
+    for place, one in enumerate(plan.remakes):
+        if isinstance(one, Rerun) or (isinstance(one, Drop) and one.before in groups):
+            groups[one.before].append(place)
+    found: dict[int, tuple[int, ...]] = {}
+    among: set[int] = set()
+    for position, places in groups.items():
+        items, drops = [], set()
+        for place in places:
+            one = plan.remakes[place]
+            if isinstance(one, Rerun):
+                items.append(observed.numbers[one.op] if observed.numbers else -1)
+                if items[-1] < 0:
+                    break
+            elif isinstance(one, Drop) and one.value in observed.saves:
+                items.append(-1 - observed.saves[one.value])
+                drops.add(place)
+        else:
+            first = bisect_left(observed.positions, position)
+            last = bisect_right(observed.positions, position)
+            for event in range(first, last):
+                if ASKED <= observed.codes[event] < BEGIN:
+                    found[event] = tuple(items)
+                    among |= drops
+                    break
+    return found, among
 
 
 def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
@@ -206,7 +248,7 @@ def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Bytes are released from the last copy to the first: who waits for it waits only once."""
     releases = [action for action in actions if action.act is Act.RELEASE]
     return (
-        *(action for action in actions if action.act in (Act.HOLD, Act.LEAVE, Act.DROP)),
+        *(action for action in actions if action.act in (Act.LEAVE, Act.DROP)),
         *reversed(releases),
         *(action for action in actions if action.act is Act.FETCH),
     )

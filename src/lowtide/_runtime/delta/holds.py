@@ -1,0 +1,43 @@
+"""What a plan has stay beyond its end, for what was made from it to be made again."""
+
+from collections.abc import Mapping, Sequence
+
+from lowtide._runtime.delta.recipe import Call, Value
+
+Place = tuple[int, int]  # an op's number, and which of its sources
+
+
+class Holds:
+    """`wanted` are the sources to hold of each op that is going to run, by its number."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[int, Sequence[int]] = {}
+        self._held: dict[Place, Value] = {}
+
+    def begin(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        """From now on these; what is held already stays."""
+        self.wanted.clear()
+        self.wanted.update(wanted)
+
+    def hold(self, call: Call) -> None:
+        """It is about to run, so what it reads is still there."""
+        for place in self.wanted[call.number]:
+            if place >= len(call.sources):
+                continue
+            value = call.sources[place].value
+            storage = value.storage()
+            if storage is not None and value.held is None and value.saved() is None:
+                value.held, value.promised = storage, True
+                self._held[call.number, place] = value
+
+    def let_go(self, places: Sequence[Place]) -> None:
+        """Of what is needed no longer."""
+        for place in places:
+            value = self._held.pop(place, None)
+            if value is not None:
+                value.promised = False
+                value.let_go()
+
+    def let_all_go(self) -> None:
+        """Of what was held in a step, unless something is still to be made from it."""
+        self.let_go(list(self._held))
