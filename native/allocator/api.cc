@@ -61,6 +61,10 @@ int64_t lowtide_pool_lasting(lowtide_pool *pool, int32_t lane, int64_t *pages, i
   return pool->pool.lasting(lane, pages, room);
 }
 
+int64_t lowtide_pool_left(lowtide_pool *pool, int32_t lane, int64_t *numbers, int64_t room) {
+  return pool->pool.left(lane, numbers, room);
+}
+
 int64_t lowtide_pool_free_pages(lowtide_pool *pool, int32_t device) {
   return pool->pool.free_pages(device);
 }

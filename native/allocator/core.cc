@@ -320,7 +320,10 @@ int64_t Pool::plan(int32_t number, int64_t count, const int64_t *sizes, int32_t 
     return -1;
   for (int64_t i = 0; i < count * phases; ++i)
     if (offsets[i] < -1 || offsets[i] > kMost || (offsets[i] > 0 && offsets[i] % kGrain)) return -1;
-  lanes_[static_cast<size_t>(number)]->follower.add(std::make_unique<Plan>(
+  Lane &lane = *lanes_[static_cast<size_t>(number)];
+  if (lane.paged)
+    for (int64_t i = 0; i < count * phases; ++i) lane.paged->keep(offsets[i]);
+  lane.follower.add(std::make_unique<Plan>(
       next_plan_, std::vector<int64_t>(sizes, sizes + count), phases,
       std::vector<int64_t>(offsets, offsets + count * phases)));
   return next_plan_++;

@@ -53,6 +53,7 @@ class Pool {
   bool set_pages(Stream stream, int64_t bytes);
   bool fill(int32_t lane, int64_t bytes);
   int64_t lasting(int32_t lane, int64_t *pages, int64_t room);
+  int64_t left(int32_t lane, int64_t *numbers, int64_t room);
   int64_t free_pages(int32_t device);
   int64_t window(int32_t lane, const int64_t *pages, int64_t count);
 

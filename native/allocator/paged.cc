@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <set>
 
 namespace lowtide {
 namespace {
@@ -167,6 +166,11 @@ void Paged::give_addresses(int64_t offset, int64_t pages) {
   addresses_[offset] = pages;
 }
 
+void Paged::keep(int64_t offset) {
+  const auto found = windows_.find(offset);
+  if (found != windows_.end()) found->second.kept = true;
+}
+
 void Paged::let_go(int64_t offset) {
   const auto found = windows_.find(offset);
   if (found != windows_.end()) found->second.kept = false;
@@ -188,20 +192,25 @@ std::vector<Paged::Stretch> Paged::drop_windows(bool all) {
   return gone;
 }
 
-std::vector<int64_t> Paged::pages_before(int64_t step) const {
-  std::set<int64_t> found;
+void Paged::each(
+    const std::function<void(int64_t, const Block &, const std::vector<int64_t> &)> &on) const {
+  std::vector<int64_t> pages;
   const auto add = [&](int64_t offset, int64_t size) {
-    for (int64_t one = offset / page; one * page < offset + size; ++one) found.insert(one);
+    for (int64_t one = offset / page; one * page < offset + size; ++one) pages.push_back(one);
     return true;
   };
-  const auto before = [&](const Block &block) {
-    return block.origin.lane < 0 || block.origin.step < step;
-  };
-  for (const auto &[offset, block] : blocks())
-    if (block.kind == Block::Kind::kWhole && before(block)) add(offset, block.bytes);
-  for (const auto &[offset, window] : windows_)
-    if (window.used && before(window.block)) pieces(window, page, window.block.bytes, add);
-  return {found.begin(), found.end()};
+  for (const auto &[offset, block] : blocks()) {
+    if (block.kind != Block::Kind::kWhole) continue;
+    pages.clear();
+    add(offset, block.bytes);
+    on(offset, block, pages);
+  }
+  for (const auto &[offset, window] : windows_) {
+    if (!window.used) continue;
+    pages.clear();
+    pieces(window, page, window.block.bytes, add);
+    on(offset, window.block, pages);
+  }
 }
 
 std::vector<Paged::Stretch> Paged::lacking(int64_t count) const {

@@ -17,6 +17,7 @@
 #define LOWTIDE_PAGED_H
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <utility>
 #include <vector>
@@ -59,6 +60,7 @@ class Paged final : public Arena {
   // Addresses for a window of these pages, where the caller is to show them; -1: none are left.
   // One that is kept stays until it is let go.
   int64_t add_window(const std::vector<int64_t> &pages, bool kept);
+  void keep(int64_t window);
   void let_go(int64_t window);
   void forget_window(int64_t window);  // it could not be shown
   // Windows that nobody uses are gone, those that are kept only if `all`: where they were, and how
@@ -66,8 +68,9 @@ class Paged final : public Arena {
   std::vector<Stretch> drop_windows(bool all);
   int64_t windows() const { return static_cast<int64_t>(windows_.size()); }
 
-  // Pages in which something lies that was made before that step.
-  std::vector<int64_t> pages_before(int64_t step) const;
+  // Calls `on` for each block, with its offset and the pages in which it lies.
+  void each(const std::function<void(int64_t, const Block &, const std::vector<int64_t> &)> &on)
+      const;
 
   int64_t filled() const { return filled_; }  // pages that have memory
   // Pages without memory, the lowest first.

@@ -1,5 +1,6 @@
 // Arenas in pages: how they grow, where blocks lie in them, and how they give memory back.
 #include <algorithm>
+#include <set>
 
 #include "core.h"
 
@@ -168,9 +169,33 @@ int64_t Pool::lasting(int32_t number, int64_t *pages, int64_t room) {
   const Paged *const paged = paged_of(number);
   if (!paged) return 0;
   const int64_t step = lanes_[static_cast<size_t>(number)]->steps.number() - 1;
-  const std::vector<int64_t> found = paged->pages_before(step);
-  for (size_t i = 0; i < found.size() && static_cast<int64_t>(i) < room; ++i) pages[i] = found[i];
+  std::set<int64_t> found;
+  paged->each([&](int64_t, const Block &block, const std::vector<int64_t> &pages) {
+    if (block.origin.lane < 0 || block.origin.step < step) found.insert(pages.begin(), pages.end());
+  });
+  for (const int64_t one : found)
+    if (room-- > 0) *pages++ = one;
   return static_cast<int64_t>(found.size());
+}
+
+int64_t Pool::left(int32_t number, int64_t *numbers, int64_t room) {
+  Lock lock(mutex_);
+  const Paged *const paged = paged_of(number);
+  if (!paged) return 0;
+  const int64_t last = lanes_[static_cast<size_t>(number)]->steps.number() - 1;
+  int64_t count = 0;
+  const auto add = [&](int64_t one) {
+    if (count < room) numbers[count] = one;
+    ++count;
+  };
+  paged->each([&](int64_t offset, const Block &block, const std::vector<int64_t> &pages) {
+    if (block.origin.lane != number || block.origin.step != last || block.pending) return;
+    add(block.origin.index);
+    add(offset);
+    add(static_cast<int64_t>(pages.size()));
+    for (const int64_t one : pages) add(one);
+  });
+  return count;
 }
 
 int64_t Pool::free_pages(int32_t device) {

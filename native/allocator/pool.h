@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or the meaning of a field changes.
-#define LOWTIDE_POOL_ABI 2
+#define LOWTIDE_POOL_ABI 3
 
 typedef struct lowtide_pool lowtide_pool;
 
@@ -146,6 +146,10 @@ int64_t lowtide_pool_window(lowtide_pool *pool, int32_t lane, const int64_t *pag
 // The pages, in order, in which something lies that was made before the last step, and still lives: for
 // a plan to leave alone.  Returns how many there are.
 int64_t lowtide_pool_lasting(lowtide_pool *pool, int32_t lane, int64_t *pages, int64_t room);
+// What a lane's last step has left behind in its pages: for each block which allocation of the step
+// it was, its offset, how many pages it lies in, and those.  How many numbers that makes; at most
+// `room` are written.
+int64_t lowtide_pool_left(lowtide_pool *pool, int32_t lane, int64_t *numbers, int64_t room);
 // Bytes of whole pages that nobody uses, of those that have memory.
 int64_t lowtide_pool_free_pages(lowtide_pool *pool, int32_t device);
 // An arena of no lane, for blocks that `place` puts into it; it goes back with the last of them, or

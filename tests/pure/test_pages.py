@@ -1,5 +1,6 @@
 """Arenas in pages, over main memory: what is free can be used, wherever it lies."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -295,3 +296,86 @@ def test_a_window_of_what_is_not_there_is_none(pages: list[int]) -> None:
         assert host.core.window(0, pages) == -1
         assert host.core.window(0, [9, 3]) > 0
         assert not host.core.fill(0, 21 * PAGE)
+
+
+class _Tight:
+    """Steps that leave behind what the next one is rid of while it goes, with hardly room to spare.
+
+    As under a budget: activations, and optimizer state that comes back while they are freed.
+    """
+
+    def __init__(self, seed: int, count: int = 120, states: int = 30) -> None:
+        random = Random(seed)
+        self._acts = [random.randint(1, 8) for _ in range(count)]
+        self._states = [random.randint(2, 8) for _ in range(states)]
+        self._leave = Counter(random.choices(range(count // 2, count), k=states))
+        self._come = Counter(random.choices(range(count // 2, count), k=states))
+        self.most = 0
+
+    def step(self, host: Host, left: list[int]) -> list[int]:
+        states, came = iter(self._states), []
+        old, live = iter(left), []
+        for at, act in enumerate(self._acts):
+            inside = host.allocate(max(1, act // 2) * PAGE)
+            live.append(host.allocate(act * PAGE))
+            self.most = max(self.most, sum(size for size, _ in host.live.values()))
+            host.free(inside)
+            for _ in range(self._leave[at] if left else 0):
+                host.free(next(old))
+        for at, act in enumerate(reversed(self._acts)):
+            gradient = host.allocate(act * PAGE)
+            self.most = max(self.most, sum(size for size, _ in host.live.values()))
+            host.free(live.pop())
+            host.free(gradient)
+            came += [host.allocate(next(states) * PAGE) for _ in range(self._come[at])]
+        return came
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_left_behind_is_in_nobodys_way_although_there_is_hardly_room(seed: int) -> None:
+    steps = _Tight(seed)
+    with bench() as made:
+        left: list[int] = []
+        for _ in range(2):
+            left = steps.step(made.host, left)
+    with bench() as made:
+        host = paged(made, int(1.02 * steps.most) // PAGE * PAGE)
+        left = []
+        for _ in range(4):
+            left = steps.step(host, left)
+            made.pool.mark()
+        calls = host.core.count(0).page_calls
+        for _ in range(4):
+            left = steps.step(host, left)
+            made.pool.mark()
+        summary = made.pool.summary()
+        assert summary.planned == summary.allocations > 0
+        assert host.core.count(0).page_calls == calls
+        for block in left:
+            host.free(block)
+
+
+def test_where_not_all_has_a_place_steps_are_asked_to_need_less() -> None:
+    asked: list[int] = []
+    steps = _Tight(0)
+    with bench() as made:
+        left = steps.step(made.host, [])
+        most = steps.most
+        for block in left:
+            made.host.free(block)
+    with bench() as made:
+        paged(made, int(0.9 * most) // PAGE * PAGE)
+        made.pool._shrink = lambda count: not asked.append(count)  # type: ignore[func-returns-value]
+        left = []
+        for _ in range(5):
+            left = steps.step(made.host, left)
+            made.pool.mark()
+        assert asked and all(count >= PAGE for count in asked)
+        assert made.pool.summary().plans == 0
+        made.pool._shrink = lambda _: False  # they cannot: it goes on as well as it can
+        for _ in range(4):
+            left = steps.step(made.host, left)
+            made.pool.mark()
+        assert made.pool.summary().plans == 1
+        for block in left:
+            made.host.free(block)

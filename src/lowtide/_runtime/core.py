@@ -4,11 +4,12 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 
 from lowtide._native import NoNative
 
-ABI = 2
+ABI = 3
 _MOST_LANES = 256
 
 
@@ -117,6 +118,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pages": (_I32, [_PTR, _I32, _PTR, _I64]),
     "fill": (_I32, [_PTR, _I32, _I64]),
     "lasting": (_I64, [_PTR, _I32, _ROW, _I64]),
+    "left": (_I64, [_PTR, _I32, _ROW, _I64]),
     "free_pages": (_I64, [_PTR, _I32]),
     "window": (_I64, [_PTR, _I32, _ROW, _I64]),
     "home": (_PTR, [_PTR, _I64, _I32, _PTR]),
@@ -224,6 +226,14 @@ class Core:
         row = (ctypes.c_int64 * count)()
         self._library.lowtide_pool_lasting(self._handle, lane, row, count)
         return list(row)
+
+    def left(self, lane: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """What its last step left behind in pages: by allocation, its offset and its pages."""
+        count = self._library.lowtide_pool_left(self._handle, lane, None, 0)
+        row = (ctypes.c_int64 * count)()
+        self._library.lowtide_pool_left(self._handle, lane, row, count)
+        numbers = iter(row)
+        return {index: (next(numbers), tuple(islice(numbers, next(numbers)))) for index in numbers}
 
     def free_pages(self, device: int) -> int:
         """Bytes of whole pages that nobody uses."""

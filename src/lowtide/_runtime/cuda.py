@@ -122,8 +122,8 @@ class CudaPlace:
     def use_pages(self, device: int) -> bool:
         """Whether what the current stream allocates lies in pages from now on.
 
-        What is there already lies outside, without holes. Not where other devices may want to read
-        pages: nobody shows them to those.
+        So does what is there already: in segments, nobody could use what it leaves behind when it
+        is swapped. Not where other devices may want to read pages: nobody shows them to those.
         """
         if torch.cuda.device_count() > 1 or self._without_pages:
             return False
@@ -131,7 +131,8 @@ class CudaPlace:
         made = bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
         self._without_pages = not made
         if made:
-            self.settle(device)
+            self._reserved_before += torch.cuda.memory_reserved(device)
+            self._relocate(device, lambda block: not self.core.is_paged(block))
         return made
 
     def page_room(self, device: int) -> int:
@@ -325,15 +326,22 @@ class CudaPlace:
         self.core.dismiss(home)
 
     def _evacuate(self, device: int) -> None:
-        """Move what lives on out of arenas and homes, which would stay for its sake.
+        """Move what lives on (state, gradients) out of arenas and homes: they would stay for it.
 
-        Optimizer state that was brought back lies in an arena; gradients may, until the next step.
-        One arena or home after the other, so that what is empty makes room for the next.
+        The pool has stopped, so it goes to the caching allocator.
+        """
+        self._relocate(device, self.core.holds)
+
+    def _relocate(self, device: int, wanted: Callable[[int], bool]) -> None:
+        """Allocate anew what lies at such addresses, as far as there is memory.
+
+        One arena, home or segment after the other, so that what is empty makes room for the next.
         """
         if self._fixed_addresses(device):
             return
+        torch.cuda.synchronize(device)
         for storage in sorted(self._movable(device), key=lambda storage: storage.data_ptr()):
-            if self.core.holds(storage.data_ptr()) and storage.resizable():
+            if wanted(storage.data_ptr()) and storage.resizable():
                 length = storage.nbytes()
                 try:
                     content = storage.clone()
@@ -342,7 +350,7 @@ class CudaPlace:
                 storage.resize_(0)
                 torch.cuda.empty_cache()  # what is empty now is not to be begun again
                 try:
-                    storage.resize_(length)  # outside: the pool has stopped
+                    storage.resize_(length)
                 except torch.OutOfMemoryError:
                     content = content.cpu()  # what it took is enough
                     storage.resize_(length)

@@ -4,11 +4,11 @@ A block of several pages need not lie in one piece: pages from anywhere are show
 *window*). So there is a place for it whenever enough pages are free, and the step takes no more
 than its load. Windows cost time when they are made, so a block lies in one piece where it can.
 
-What a step leaves behind is there when the next one begins. Its pages are taken first, and
-others may have them in between, if they are done with them in time.
+What a step leaves behind is there when the next one begins. Its pages are taken first, where it
+lies already if it does, and others may have them in between, if they are done with them in time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from lowtide._layout.buffers import Buffer, rounded
 from lowtide._layout.pack import Packing, pack
 from lowtide._runtime.core import StepRecord
 
+Left = Mapping[int, tuple[int, tuple[int, ...]]]  # by allocation: its offset, and its pages
 _Found = npt.NDArray[np.int64]
 
 _FOREVER = np.iinfo(np.int64).max
@@ -41,33 +42,79 @@ class PagePlan:
     pages: dict[int, tuple[int, ...]]  # by allocation
     height: int  # bytes, a multiple of a page
     load: int
+    missing: int  # bytes for which there was no place, at most at once
 
 
-def plan_pages(step: StepRecord, page: int, room: int, lasting: Sequence[int] = ()) -> PagePlan:
-    """Place one step of those that repeat it within `room` bytes; `lasting` pages are in use."""
-    lives = [
-        end - start if end >= 0 else step.ticks + 1
-        for start, end in zip(step.made, step.freed, strict=True)
-    ]
-    known = [i for i, life in enumerate(lives) if life <= step.ticks]
+def plan_pages(
+    step: StepRecord,
+    page: int,
+    room: int,
+    lasting: Sequence[int] = (),
+    here: Left | None = None,
+) -> PagePlan:
+    """Place one step of those that repeat it within `room` bytes; `lasting` pages are in use.
+
+    What such a step has left behind is `here` now, and stays.
+    """
+    known = {
+        i
+        for i, (start, end) in enumerate(zip(step.made, step.freed, strict=True))
+        if 0 <= end <= start + step.ticks
+    }
+    stays = {i: at for i, at in (here or {}).items() if i in known and step.freed[i] > step.ticks}
     small = [i for i in known if is_odd(step.sizes[i], page)]
-    large = [i for i in known if not is_odd(step.sizes[i], page)]
+    crowded = {*lasting, *(one for i in small if i in stays for one in stays[i][1])}
+    own = {i: np.array(stays[i][1]) for i in known.difference(small) if i in stays}
+    for i in [i for i, row in own.items() if not crowded.isdisjoint(row)]:
+        crowded.update(own.pop(i))  # something small lies in its last page
+    packing = _pack_small(step, [i for i in small if i not in stays])
+    large = sorted(i for i in known.difference(small) if i in own or i not in stays)
+    load = _most_pages(step, large, page) + -(-packing.height // page) + len(crowded)
+    count = min(room // page, int(_SPARE * load) + _SPARE_PAGES)
+    pages, found, bottom = _place(step, large, own, crowded, packing, page, count, strict=False)
+    if len(found) < len(large):
+        again = _place(step, large, own, crowded, packing, page, count, strict=True)
+        if len(again[1]) > len(found):
+            pages, found, bottom = again
     offsets = [-1] * len(step.sizes)
-    packing = _pack_small(step, small)
-    load = _most_pages(step, large, page) + -(-packing.height // page)
-    pages = _Pages(min(room // page, int(_SPARE * load) + _SPARE_PAGES + len(lasting)), lasting)
-    bottom = pages.take_run(-(-packing.height // page))
+    for i, (offset, _) in stays.items():
+        offsets[i] = offset
     for buffer in packing.buffers if bottom >= 0 else ():
         assert buffer.offset is not None
         offsets[int(buffer.name)] = bottom * page + buffer.offset
-    found = _place_large(step, large, pages, page)
     scattered: dict[int, tuple[int, ...]] = {}
-    for i, taken in found.items():
-        if (np.diff(taken) == 1).all():
-            offsets[i] = int(taken[0]) * page
+    for i, row in found.items():
+        if i in own:
+            continue
+        if (np.diff(row) == 1).all():
+            offsets[i] = int(row[0]) * page
         else:
-            scattered[i] = tuple(map(int, taken))
-    return PagePlan(offsets, scattered, pages.top * page, load * page)
+            scattered[i] = tuple(map(int, row))
+    missing = _most_pages(step, [i for i in large if i not in found], page) * page
+    return PagePlan(offsets, scattered, pages.top * page, load * page, missing)
+
+
+def _place(
+    step: StepRecord,
+    large: Sequence[int],
+    own: Mapping[int, _Found],
+    crowded: Collection[int],
+    packing: Packing,
+    page: int,
+    count: int,
+    *,
+    strict: bool,
+) -> "tuple[_Pages, dict[int, _Found], int]":
+    """In `count` pages, without those that are `crowded`; and where what is packed begins, or -1.
+
+    `strict`: in those first that are needed again soonest, side by side or not.
+    """
+    top = max((int(row.max()) + 1 for row in own.values()), default=0)
+    pages = _Pages(max(count, top), crowded, strict=strict)
+    for row in own.values():
+        pages.take_again(row)
+    bottom = pages.take_run(-(-packing.height // page))
+    return pages, _place_large(step, large, pages, page, own), bottom
 
 
 def is_odd(size: int, page: int) -> bool:
@@ -100,10 +147,11 @@ def _most_pages(step: StepRecord, large: Sequence[int], page: int) -> int:
 class _Pages:
     """Pages: which are free, and when those who left them behind need them again."""
 
-    def __init__(self, count: int, lasting: Sequence[int]) -> None:
+    def __init__(self, count: int, crowded: Collection[int], *, strict: bool) -> None:
         self._needed = np.full(max(0, count), _FOREVER)
         self._until = self._needed.copy()  # as long each may be had; -1: it is taken
-        self._until[[one for one in lasting if one < count]] = -1
+        self._until[[one for one in crowded if one < count]] = -1
+        self._strict = strict
         self._free = int((self._until >= 0).sum())
         self.top = 0  # beyond the highest that was ever taken
 
@@ -122,6 +170,8 @@ class _Pages:
         if count > self._free:
             return None
         free = self._until >= until
+        if self._strict and until < _FOREVER:
+            return self._take_soonest(np.flatnonzero(free), count)
         edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
         fitting = lengths >= count
@@ -134,6 +184,13 @@ class _Pages:
             order = np.argsort(lengths, kind="stable")  # the smallest gaps are used up first
             runs = [np.arange(starts[i], starts[i] + lengths[i]) for i in order]
             found = np.concatenate(runs)[:count]
+        self._mark(found)
+        return found
+
+    def _take_soonest(self, free: _Found, count: int) -> _Found | None:
+        if len(free) < count:
+            return None
+        found = np.sort(free[np.argsort(self._until[free], kind="stable")[:count]])
         self._mark(found)
         return found
 
@@ -158,10 +215,17 @@ class _Pages:
 
 
 def _place_large(
-    step: StepRecord, large: Sequence[int], pages: _Pages, page: int
+    step: StepRecord,
+    large: Sequence[int],
+    pages: _Pages,
+    page: int,
+    own: Mapping[int, _Found],
 ) -> dict[int, _Found]:
-    """Those that are not odd, in order; one for which there is no place is left out."""
-    found: dict[int, _Found] = {}
+    """Those that are not odd, in order; one for which there is no place is left out.
+
+    Those that have their `own` pages, which are taken, keep them.
+    """
+    found: dict[int, _Found] = dict(own)
 
     def place(i: int, until: int) -> None:
         taken = pages.take(-(-step.sizes[i] // page), until)
@@ -170,7 +234,8 @@ def _place_large(
 
     left = {i for i in large if step.freed[i] > step.ticks}
     for i in sorted(left, key=lambda i: -step.sizes[i]):
-        place(i, 0)
+        if i not in own:
+            place(i, 0)
         if i in found:
             pages.keep(found[i], step.made[i])
     behind = {i for i in left if i in found}

@@ -265,6 +265,7 @@ class Pool:
         seconds = _LATER_SECONDS if state.plans else _FIRST_SECONDS
         if self._is_tight:
             seconds = _TIGHT_SECONDS
+        plan: StepPlan | None
         if state.paged:
             plan = self._plan_pages(record, now, state.arena_size())
         else:
@@ -276,6 +277,9 @@ class Pool:
                 single=self._is_tight,
             )
         self._planning_seconds += time.monotonic() - began
+        if plan is None:
+            state.seen.clear()
+            return
         size = _arena_size(plan.height)
         left = {i: plan.phases[-1][i] for i in plan.left} if self._is_tight else {}
         larger = size > now.arena_bytes and not state.paged
@@ -294,10 +298,19 @@ class Pool:
             self._mode = Mode.REPLAY
             self._core.set_mode(Mode.REPLAY)
 
-    def _plan_pages(self, record: StepRecord, lane: Lane, highest: int) -> StepPlan:
-        """In the lane's pages, of which as many get memory as the highest plan takes."""
+    def _plan_pages(self, record: StepRecord, lane: Lane, highest: int) -> StepPlan | None:
+        """In the lane's pages, of which as many get memory as the highest plan takes.
+
+        None: not all of it has a place, but steps will need less.
+
+        What the last step has left behind stays where it is, now and in the steps to come. Else it
+        would lie in their way, and where room is scarce what has to go elsewhere lies in the way
+        of others, step after step.
+        """
         room, lasting = self._place.page_room(lane.device), self._core.lasting(lane.lane)
-        plan = plan_pages(record, lane.page, room, lasting)
+        plan = plan_pages(record, lane.page, room, lasting, self._core.left(lane.lane))
+        if plan.missing and self._shrink(plan.missing):
+            return None
         self._core.fill(lane.lane, max(plan.height, highest))
         windows = dict.fromkeys(plan.pages.values(), -1)
         for pages in windows:
