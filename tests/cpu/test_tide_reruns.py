@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -12,12 +13,16 @@ from tides import hold_all, planned_of
 from tight import bits_of, find_difference, run
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import lowtide
 from lowtide._ir import Drop, Hold, Rerun
 from lowtide._machine.link import line
+from lowtide._policy.ground import Ground
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.planned import Mode
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.observe import runtime_of
 from lowtide._runtime.swap.script import Script
 
 STEPS = 8
@@ -35,6 +40,21 @@ class _Stream(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, down in zip(self.ups, self.downs, strict=True):
             x = x + down(F.gelu(up(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))))
+        return x.square().mean()
+
+
+class _Gates(nn.Module):
+    """What both gates are made from is worth more than either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            both = layer(x)
+            x = torch.tanh(both) * torch.sigmoid(both)
+            del both
         return x.square().mean()
 
 
@@ -105,3 +125,135 @@ def test_what_is_gone_before_another_is_saved_is_held(monkeypatch: pytest.Monkey
         and any(packed.get(made, 0) >= script.trace.values[value].end for made in op.writes)
     ]
     assert gone
+
+
+def trained(make: Callable[[], Job], share: float) -> tuple[lowtide.Tide, list[int]]:
+    """Bit for bit as plainly: how that was, and what was held after each step."""
+    expected = run(make, STEPS)
+    job = make()
+    losses, held = [], []
+    budget = int(share * max(expected.peaks))
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in range(STEPS):
+            losses.append(job.step())
+            held.append(planned_of(tide).room._ledger.held)
+    assert find_difference(bits_of(losses), expected.result[:STEPS]) is None
+    return tide, held
+
+
+def test_a_source_that_was_written_to_is_not_asked_for() -> None:
+    """That brings back what was dropped, so it is there when its turn comes to be made again."""
+
+    def shifted() -> Job:
+        torch.manual_seed(0)
+        shifts = nn.ParameterList(torch.randn(64) for _ in range(32))
+        optimizer = torch.optim.SGD(shifts.parameters(), lr=0.1)
+        steps = count()
+
+        def step() -> torch.Tensor:
+            x = torch.randn(512, 64)
+            for shift in shifts:
+                x = torch.tanh(x + shift)
+            loss = x.square().mean()
+            del x
+            if next(steps) == STEPS - 3:
+                with torch.no_grad():
+                    for shift in shifts:
+                        shift.add_(0.01)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Job(shifts, [optimizer], step)
+
+    tide, _ = trained(shifted, 0.3)
+    assert set(list(planned_of(tide).modes)[2:]) == {Mode.PLANNED}
+
+
+def test_what_is_held_in_closures_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeting, "tide", hold_all)
+
+    def closing() -> Job:
+        torch.manual_seed(0)
+        models = [_Gates(), _Gates()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+        def step() -> torch.Tensor:
+            for model, optimizer in zip(models, optimizers, strict=True):
+
+                def loss_of(model: nn.Module = model, to: Optimizer = optimizer) -> torch.Tensor:
+                    to.zero_grad()
+                    loss: torch.Tensor = model(torch.randn(512, 192))
+                    loss.backward()
+                    return loss.detach()
+
+                loss = optimizer.step(loss_of)
+            return torch.as_tensor(loss)
+
+        return Job(nn.ModuleList(models), [*optimizers[1:]], step)
+
+    tide, held = trained(closing, 0.8)
+    [script] = planned_of(tide).following.scripts
+    assert script.holds
+    assert held[-1] <= held[3] + 64 * STEPS
+
+
+def test_what_was_kept_to_be_read_goes_when_the_last_has_read_it() -> None:
+    weight = nn.Parameter(torch.randn(64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    x = torch.randn(512, 64)
+    with lowtide.fit(None, optimizer, budget="1GiB", policy="tide") as tide:
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        room = dynamic.room
+        source = x + weight
+        late = torch.exp(source)
+        [dropped_late] = room.cells
+        sums = [late.sum()]
+        del late
+        room.drop(dropped_late)
+        sine = torch.sin(source)
+        kept = room.cells[-1]
+        early = torch.sigmoid(source)
+        dropped_early = room.cells[-1]
+        sums.append(early.sum())
+        del early, source
+        room.drop(dropped_early)
+        del sine
+        assert (dropped_early.state, dropped_late.state) == (State.DROPPED, State.DROPPED)
+        assert kept.state is State.HERE and not kept.handles
+        calls = [cell.value.call for cell in (dropped_early, dropped_late) if cell.value]
+        dynamic.replayer.follow([call for call in calls if call is not None])
+        assert (dropped_early.state, dropped_late.state) == (State.HERE, State.HERE)
+        assert not kept.wanted()
+        sum(sums, torch.zeros(())).backward()
+
+
+def test_ops_that_nobody_writes_down_are_not_planned_to_run_again() -> None:
+    """Those without a gradient."""
+
+    def mixed() -> Job:
+        torch.manual_seed(0)
+        shifts = nn.ParameterList(torch.randn(64) for _ in range(16))
+
+        def loss_of() -> torch.Tensor:
+            x = torch.randn(512, 64)
+            z = x
+            for i, shift in enumerate(shifts):
+                with torch.no_grad():
+                    wave = torch.sin(x * (i + 1))
+                z = torch.exp(-torch.tanh(wave + shift + 0.1 * z))
+                del wave
+            return z.square().mean()
+
+        return job_of(shifts, loss_of)
+
+    tide, _ = trained(mixed, 0.8)
+    [script] = planned_of(tide).following.scripts
+    ground = Ground(script.trace, runtime_of(script.observed))
+    made_by = [
+        script.trace.ops[op] for op, can in zip(ground.maker, ground.can, strict=True) if can
+    ]
+    assert len(makers) > 16 and all(script.trace.ops[op].grad for op in makers)
+    assert not planned_of(tide).room.counts["not dropped"]

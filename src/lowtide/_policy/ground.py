@@ -18,11 +18,13 @@ _MOST_HELD = 256  # ops between the moment at which backward asks for a value an
 class Runtime:
     """What can be done in a live step.
 
-    Only `droppable` values can be dropped and only `movable` ones swapped, either not before the
-    position from which on nobody else refers to them (`held`). What backward asks for has to be
-    there from then on until it is used. Copies start and bytes are freed at `positions`.
+    Only `repeatable` ops run again. Only `droppable` values can be dropped and only `movable` ones
+    swapped, either not before the position from which on nobody else refers to them (`held`). What
+    backward asks for has to be there from then on until it is used. Copies start and bytes are
+    freed at `positions`.
     """
 
+    repeatable: Container[int]  # ops that can run again
     droppable: Container[ValueId]
     movable: Container[ValueId]
     held: Mapping[ValueId, OpIndex]
@@ -55,7 +57,7 @@ class Ground:
         for i, value in enumerate(trace.values):
             if value.after:
                 self.uses[i].append(self.ops)
-        self.can = self._recomputable()
+        self.can = self._recomputable(runtime)
         self.from_on = [0 if can else self.ops for can in self.can]  # ... it can be dropped
         if runtime is not None:
             for i, can in enumerate(self.can):
@@ -160,7 +162,7 @@ class Ground:
                     found[source] = max(found.get(source, 0), until)
         return found
 
-    def _recomputable(self) -> list[bool]:
+    def _recomputable(self, runtime: Runtime | None) -> list[bool]:
         """Which values can be made again up to their last use, from what is there or can be, too.
 
         What came from outside the step and is let go within it is not held on to.
@@ -172,6 +174,8 @@ class Ground:
         for value in sorted(range(len(values)), key=lambda i: (self.maker[i], i)):
             maker = self.maker[value]
             if maker < 0 or not lawful[value] or value not in self.made[maker]:
+                continue
+            if runtime is not None and maker not in runtime.repeatable:
                 continue
             sources = self.sources[maker]
             reach = min((until[source] for source in sources), default=inf)

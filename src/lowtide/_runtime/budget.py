@@ -26,7 +26,6 @@ from lowtide._machine.measure import machine_here
 from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.budget import is_share, parse_bytes
 from lowtide._policy.candidates import Reach
-from lowtide._policy.ground import Runtime
 from lowtide._policy.tide import tide
 from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.plan_html import Measured, render_plan
@@ -44,6 +43,7 @@ from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
 from lowtide._runtime.swap.lying import plan_with_layout
+from lowtide._runtime.swap.observe import runtime_of
 from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.saved import Saved, Unwatched
@@ -340,19 +340,13 @@ class Budgeted:
         assert self._bytes is not None
         if self._machine is None:
             self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
-        runtime = Runtime(
-            droppable=observed.droppable,
-            movable=observed.saves.keys() | observed.states.keys(),
-            held=observed.held,
-            positions=tuple(sorted(set(observed.positions))),
-        )
         within = partial(
             tide,
             observed.trace,
             self._machine,
             seconds=_PLAN_SECONDS,
             patience=_PATIENCE,
-            runtime=runtime,
+            runtime=runtime_of(observed),
             smallest=_SMALLEST,
             host_budget=self._host_budget or self._machine.host_bytes,
         )

@@ -75,7 +75,7 @@ class Dynamic:
         self._mode: SeeingMode | None = None
         self._tally = Tally()
         self._was_lax = False  # at some time in this step
-        self._at_step = 0  # the number of the op that would have been next when one stepped
+        self._at_step: int | None = None  # the next op's number when one stepped, without closure
         self._unseen_step = False  # an optimizer is at it, and the mode is off
         self._garbage = Garbage()
         self.has_trained = False
@@ -138,8 +138,7 @@ class Dynamic:
     def forget(self) -> None:
         """Refer to nothing of the program's any more."""
         self.idle.optimizers.forget()
-        self.room.cells = []
-        self.room.forget_order()
+        self.room.forget()
         self._at.clear()
         self.ledger.new_graphs()
 
@@ -317,7 +316,8 @@ class Dynamic:
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         self._see_again()
-        self.seer.at = self._at_step
+        if self._at_step is not None:  # ops of the program have the same numbers, seen or not
+            self.seer.at = self._at_step
         self.idle.stepped(optimizer)
         if self.planned is not None:
             self.planned.stepped(optimizer)
@@ -325,7 +325,7 @@ class Dynamic:
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
         self._see_again()  # a step within another, or after one that failed
-        self._at_step = self.seer.at  # ops of the program have the same numbers, seen or not
+        self._at_step = self.seer.at if all(arg is None for arg in args) else None
         if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
         parted = self.planned is not None and self.planned.steps_parted()

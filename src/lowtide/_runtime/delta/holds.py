@@ -11,13 +11,13 @@ class Holds:
     """`wanted` are the sources to hold of each op that is going to run, by its number."""
 
     def __init__(self) -> None:
-        self.wanted: dict[int, Sequence[int]] = {}
+        self.wanted: Mapping[int, Sequence[int]] = {}
         self._held: dict[Place, Value] = {}
 
     def begin(self, wanted: Mapping[int, Sequence[int]]) -> None:
-        """From now on these; what is held already stays."""
-        self.wanted.clear()
-        self.wanted.update(wanted)
+        """From now on these; what is held for others is let go of."""
+        self.wanted = wanted
+        self.let_go([at for at in self._held if at[1] not in wanted.get(at[0], ())])
 
     def hold(self, call: Call) -> None:
         """It is about to run, so what it reads is still there."""
@@ -27,6 +27,7 @@ class Holds:
             value = call.sources[place].value
             storage = value.storage()
             if storage is not None and value.held is None and value.saved() is None:
+                self.let_go([(call.number, place)])  # of another call that had this number
                 value.held, value.promised = storage, True
                 self._held[call.number, place] = value
 

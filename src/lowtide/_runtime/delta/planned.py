@@ -19,7 +19,7 @@ from lowtide._ir import Plan
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
-from lowtide._runtime.delta.replay import Item
+from lowtide._runtime.delta.order import Gone, Item
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
@@ -143,6 +143,7 @@ class Planned:
             self._ended = new
             if self.following.script is new:  # a step may have begun: it is seen as a whole
                 self.write_down(None)
+                self.holds.begin(new.holds)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._failed(error)
             return False
@@ -276,7 +277,6 @@ class Planned:
     def _let_go(self) -> None:
         """Nothing is held, unless something is still to be made from it."""
         self.holds.begin({})
-        self.holds.let_all_go()
 
     def packed(self, handle: Handle, number: int, *, can_drop: bool) -> None:
         """A tensor was saved, as the `number`-th of this step."""
@@ -331,7 +331,8 @@ class Planned:
             elif number in self.room.calls:
                 items.append(self.room.calls[number])
         if items:
-            self.follow(items)
+            with suppress(Gone, OutOfBudget, torch.OutOfMemoryError):
+                self.follow(items)
 
     def event(self, code: int) -> None:
         """Something happens."""
@@ -346,11 +347,12 @@ class Planned:
         actions = self.following.next(code)
         if self.following.script is not script or actions is None:
             self.write_down(None)
-            self.holds.begin({} if self.following.script is None else self.following.script.holds)
-        if actions is None:
+        if actions is None or self.following.script is None:
             self.mode = Mode.DEPARTED
             self._let_go()
             return
+        if self.following.script is not script:
+            self.holds.begin(self.following.script.holds)
         if actions or self.following.has_late():
             self.following.act(actions)
         script = self.following.script

@@ -10,15 +10,12 @@ import torch
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.order import ON_DEVICE, Gone, Item, reads, useful
 from lowtide._runtime.delta.recipe import Call, Source, Value
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
-
-Item = Call | DeltaCell  # what runs again, or is dropped
-
-_ON_DEVICE = (State.HERE, State.LEAVING, State.COMING, State.AWAY)
 
 
 class Replayer:
@@ -36,7 +33,8 @@ class Replayer:
         order: list[Call] = []
         seen: set[int] = set()
         for value in values:
-            assert value.call is not None, "a source of what was dropped is gone"
+            if value.call is None or value.spoilt:
+                raise Gone
             if id(value.call) not in seen:
                 seen.add(id(value.call))
                 self._add_needed(value.call, seen, order)
@@ -62,7 +60,7 @@ class Replayer:
     def _is_there(self, value: Value) -> bool:
         cell = value.saved()
         if cell is not None:
-            return cell.state in _ON_DEVICE
+            return cell.state in ON_DEVICE
         return value.held is not None or self._ledger.is_current(value) is not None
 
     def cost(self, value: Value, most: float) -> float:
@@ -103,31 +101,11 @@ class Replayer:
     def follow(self, items: Sequence[Item]) -> None:
         """Run calls and drop cells in this order, but for what is there already.
 
-        What they read and is not there, as who wrote it down thought, is made first.
+        What they read and is not there, as who wrote it down thought, is made first. Raises `Gone`.
         """
+        found, missing = useful(items, self._is_there)
         with self._room.lock:
-            self._replay(self._useful(items), None, self._adopt)
-
-    def _useful(self, items: Sequence[Item]) -> list[Item]:
-        """Without calls whose results nobody is short of, and with what they are short of."""
-        going = {id(item.value) for item in items if isinstance(item, DeltaCell)}
-        wanted: dict[int, Value] = {}
-        useful: list[Item] = []
-        for item in reversed(items):
-            if isinstance(item, Call):
-                made = _made_by(item)
-                if not any(id(v) in wanted or id(v) in going or _is_dropped(v) for v in made):
-                    continue
-                for value in made:
-                    wanted.pop(id(value), None)
-                for source in item.sources:
-                    value = source.value
-                    if not source.ignored and (id(value) in going or not self._is_there(value)):
-                        wanted[id(value)] = value
-            useful.append(item)
-        useful.reverse()
-        missing = [value for value in wanted.values() if not self._is_there(value)]
-        return [*self._needed(missing), *useful] if missing else useful
+            self._replay([*self._needed(missing), *found], None, self._adopt)
 
     def replay(
         self,
@@ -149,7 +127,7 @@ class Replayer:
         pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
         try:
             there = self._hold([item for item in items if isinstance(item, Call)], pinned)
-            uses, later = _reads(items, target)
+            uses, later = reads(items, target)
             for key in [key for key in pinned if not uses[key]]:
                 pinned.pop(key).pinned -= 1  # it is made again first
             with quiet(), torch.no_grad(), torch.inference_mode(False):
@@ -158,6 +136,8 @@ class Replayer:
                         self._run_call(item, there, uses, then, mine, pinned, made)
                     elif item.state is State.HERE and item.can_go() and item.alone():
                         self._room.drop(item)
+                    else:
+                        self._room.note(item)  # of the steps to come, one may drop it
             return mine
         finally:
             for cell in pinned.values():
@@ -179,7 +159,7 @@ class Replayer:
                 if source.ignored:
                     continue
                 cell = value.saved()
-                if cell is not None and cell.state in _ON_DEVICE:
+                if cell is not None and cell.state in ON_DEVICE:
                     _pin(cell, value, pinned)
                     continue
                 storage = value.held if cell is None else None
@@ -239,6 +219,7 @@ class Replayer:
                     cell = pinned.pop(key, None)
                     if cell is not None:
                         cell.pinned -= 1
+                        source.value.let_go()  # perhaps it was only there to be read
         results = (result,) if type(result) is torch.Tensor else tuple(tensors_in(result))
         found = [(results[at], known()) for at, known in call.makes]
         found += [(given[at], known()) for at, known in call.writes]
@@ -297,32 +278,6 @@ class Replayer:
         wish = self._costs.inside(call.cost)
         first = wish > 0 and self._costs.chooses(call.cost)
         return room.run(work if state is None else work_from_state, need, wish=wish, first=first)
-
-
-def _made_by(call: Call) -> list[Value]:
-    known = [ref() for _, ref in (*call.makes, *call.writes)]
-    return [value for value in known if value is not None]
-
-
-def _is_dropped(value: Value) -> bool:
-    cell = value.saved()
-    return cell is not None and cell.state is State.DROPPED
-
-
-def _reads(
-    items: Sequence[Item], target: Value | None
-) -> tuple["Counter[int]", list[dict[int, int]]]:
-    """How often values are read before they are made again: from the start; from each item on."""
-    left = Counter(() if target is None else (id(target),))
-    later: list[dict[int, int]] = []
-    for item in reversed(items):
-        then: dict[int, int] = {}
-        if isinstance(item, Call):
-            then = {id(value): left.pop(id(value), 0) for value in _made_by(item)}
-            left.update(id(source.value) for source in item.sources if not source.ignored)
-        later.append(then)
-    later.reverse()
-    return left, later
 
 
 def generator_of(device: torch.device) -> torch.Generator:

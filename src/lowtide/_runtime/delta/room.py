@@ -223,6 +223,12 @@ class Room:
             self._releasing = False
         return began - self._ledger.held
 
+    def forget(self) -> None:
+        """Refer to nothing of the program's."""
+        self.cells = []
+        self.calls.clear()
+        self.forget_order()
+
     def forget_order(self) -> None:
         """It refers to cells that may be no more."""
         self._order.clear()

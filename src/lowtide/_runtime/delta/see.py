@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class Seer:
         self._load_gate = gate
         self._wants_gate = True  # nobody has asked for it yet
         self._gate: Gate | None = None
-        # While a step is traced: runs an op, and knows it by its number from then on.
-        self.observe: Callable[[int, Callable[[], Any]], Any] | None = None
+        # While a step is traced: runs an op, and asks for the number by which it can run again.
+        self.observe: Callable[[Callable[[], Any], Callable[[], int]], Any] | None = None
+        self._captured = -1  # the number of the last op, if it could be run again
         self.holds = Holds()  # sources of ops that a plan holds on to
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
@@ -57,7 +59,9 @@ class Seer:
         at = self._take_number()
         number = at if self.recorded is None or at in self.recorded else -1
         if self.observe is not None:
-            return self.observe(at, lambda: self._see(func, what, args, kwargs, number))
+            self._captured = -1
+            run = partial(self._see, func, what, args, kwargs, number)
+            return self.observe(run, lambda: self._captured)
         see = self._pass if self.room.lax else self._see
         if self.ops % _SAMPLED:
             return see(func, what, args, kwargs, number)
@@ -127,7 +131,7 @@ class Seer:
             return None
         call = self._captor.capture(func, what, args, kwargs)
         if call is not None:
-            call.number = number
+            call.number = self._captured = number
             if number in self.holds.wanted:
                 self.holds.hold(call)
         return call

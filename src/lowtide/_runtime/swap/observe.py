@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide._ir import OpIndex, Trace, ValueId
+from lowtide._policy.ground import Runtime
 from lowtide._runtime.swap.cell import Cell, State
 from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle
@@ -96,12 +97,12 @@ class Observer:
         for value in gone:
             del self._cells[value]
 
-    def see(self, number: int, run: Callable[[], Any]) -> Any:
-        """Run an op that the driver knows by its number."""
+    def see(self, run: Callable[[], Any], number: Callable[[], int]) -> Any:
+        """Run an op; if the driver could run it again, that knows it by a number."""
         before = self._recorder.book.started
         result = run()
-        if self._recorder.book.started == before + 1:
-            self._numbers[before] = number
+        if self._recorder.book.started > before:  # the last of them, if it was tried again
+            self._numbers[self._recorder.book.started - 1] = number()
         return result
 
     def packed(self, handle: Handle, number: int) -> None:
@@ -161,6 +162,17 @@ class Observer:
         """Record no more."""
         self._recorder.stop()
         self._recorder.__exit__(None, None, None)
+
+
+def runtime_of(observed: Observed) -> Runtime:
+    """What can be done in steps like it."""
+    return Runtime(
+        repeatable={op for op, number in enumerate(observed.numbers) if number >= 0},
+        droppable=observed.droppable,
+        movable=observed.saves.keys() | observed.states.keys(),
+        held=observed.held,
+        positions=tuple(sorted(set(observed.positions))),
+    )
 
 
 def _cleaned(trace: Trace) -> tuple[Trace, dict[int, ValueId]]:

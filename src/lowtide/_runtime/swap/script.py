@@ -54,8 +54,8 @@ class Observed:
     saves: Mapping[ValueId, int]  # the number of the first save
     states: Mapping[ValueId, int]
     held: Mapping[ValueId, OpIndex]  # from which position nobody else refers to it
+    numbers: tuple[int, ...]  # by which the driver can run each op again; -1: it cannot
     droppable: frozenset[ValueId] = frozenset()  # those that can be made again
-    numbers: tuple[int, ...] = ()  # by which the driver knows each op; -1: it does not
     asked: tuple[float, ...] = ()  # when each event, and the end, came in an ordinary step
 
 
@@ -180,7 +180,8 @@ def _write_holds(
             for reader in sorted(uses[one.value], reverse=True):
                 op = observed.trace.ops[reader]
                 read = [operand.value for operand in op.operands]
-                if reader <= one.before and op.grad and one.value in read and observed.numbers:
+                known = observed.numbers[reader] >= 0
+                if reader <= one.before and known and one.value in read:
                     places[one.value] = observed.numbers[reader], read.index(one.value)
                     break
         elif isinstance(one, Drop) and one.value in places:
@@ -209,7 +210,7 @@ def _write_reruns(observed: Observed, plan: Plan) -> tuple[dict[int, tuple[int, 
         for place in places:
             one = plan.remakes[place]
             if isinstance(one, Rerun):
-                items.append(observed.numbers[one.op] if observed.numbers else -1)
+                items.append(observed.numbers[one.op])
                 if items[-1] < 0:
                     break
             elif isinstance(one, Drop) and one.value in observed.saves:
