@@ -184,7 +184,10 @@ def test_what_is_held_in_closures_is_let_go_of(monkeypatch: pytest.MonkeyPatch) 
 
                 def loss_of(model: nn.Module = model, to: Optimizer = optimizer) -> torch.Tensor:
                     to.zero_grad()
-                    loss: torch.Tensor = model(torch.randn(512, 192))
+                    x = torch.randn(512, 192)
+                    if model is models[1]:
+                        x = 2 * (x + 1)  # else no two ops would have one number
+                    loss: torch.Tensor = model(x)
                     loss.backward()
                     return loss.detach()
 
@@ -196,7 +199,7 @@ def test_what_is_held_in_closures_is_let_go_of(monkeypatch: pytest.MonkeyPatch) 
     tide, held = trained(closing, 0.8)
     [script] = planned_of(tide).following.scripts
     assert script.holds
-    assert held[-1] <= held[3] + 64 * STEPS
+    assert held[-1] <= held[1] + 64 * STEPS, held
 
 
 def test_what_was_kept_to_be_read_goes_when_the_last_has_read_it() -> None:
@@ -252,8 +255,6 @@ def test_ops_that_nobody_writes_down_are_not_planned_to_run_again() -> None:
     tide, _ = trained(mixed, 0.8)
     [script] = planned_of(tide).following.scripts
     ground = Ground(script.trace, runtime_of(script.observed))
-    made_by = [
-        script.trace.ops[op] for op, can in zip(ground.maker, ground.can, strict=True) if can
-    ]
+    makers = [op for op, can in zip(ground.maker, ground.can, strict=True) if can]
     assert len(makers) > 16 and all(script.trace.ops[op].grad for op in makers)
     assert not planned_of(tide).room.counts["not dropped"]
