@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def gpt() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(*(Block(64) for _ in range(6))), torch.randn(24, 128, 64)
+    return nn.Sequential(*(Block(64) for _ in range(6))), torch.randn(48, 128, 64)
 
 
 def conv() -> tuple[nn.Module, torch.Tensor]:
