@@ -324,6 +324,18 @@ def test_a_plan_that_cannot_be_made_is_told_once_and_done_without(
     assert planned.steps == {Mode.DYNAMIC: STEPS - 1, Mode.TRACED: 1}
 
 
+def test_who_watches_sees_that_steps_are_planned() -> None:
+    job = JOBS["mlp"]()
+    said: list[str] = []
+    with lowtide.Tide(
+        job.model, job.optimizers, pool=False, tell=print, budget=0.6, live=said.append
+    ):
+        for _ in range(5):
+            job.step()
+    planning = [line.startswith("planning") for line in said]
+    assert planning.count(True) == 1 and not planning[0] and not planning[-1], said
+
+
 def test_a_report_without_a_plan_is_refused(tmp_path: Path) -> None:
     job = JOBS["mlp"]()
     with lowtide.fit(job.model, job.optimizers, budget="1GiB", policy="tide") as tide:

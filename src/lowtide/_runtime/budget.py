@@ -80,8 +80,10 @@ class Budgeted:
         optimizers: Sequence[Optimizer],
         undo: ExitStack,
         tell: Callable[[str], None],
+        live: Callable[[str], None] | None = None,
     ) -> None:
         self._budget = budget
+        self._live = live or (lambda _: None)  # for those who watch
         self._bytes: int | None = None
         if budget != FREE and not is_share(str(budget)):
             self._bytes = parse_bytes(str(budget), 1)
@@ -338,6 +340,7 @@ class Budgeted:
         """Of steps that hold no more than `most`, or than the budget; None: none was found."""
         assert self._dynamic is not None
         assert self._bytes is not None
+        self._live("planning the steps to come, which takes some seconds")
         if self._machine is None:
             self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
         within = partial(

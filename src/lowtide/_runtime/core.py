@@ -1,7 +1,7 @@
 """The native pool, called: `native/allocator/pool.h` explains every function and field."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
@@ -222,18 +222,21 @@ class Core:
 
     def lasting(self, lane: int) -> list[int]:
         """Pages of a lane's arena with something that was made before its last step."""
-        count = self._library.lowtide_pool_lasting(self._handle, lane, None, 0)
-        row = (ctypes.c_int64 * count)()
-        self._library.lowtide_pool_lasting(self._handle, lane, row, count)
-        return list(row)
+        return self._row(self._library.lowtide_pool_lasting, lane)
 
     def left(self, lane: int) -> dict[int, tuple[int, tuple[int, ...]]]:
         """What its last step left behind in pages: by allocation, its offset and its pages."""
-        count = self._library.lowtide_pool_left(self._handle, lane, None, 0)
-        row = (ctypes.c_int64 * count)()
-        self._library.lowtide_pool_left(self._handle, lane, row, count)
-        numbers = iter(row)
+        numbers = iter(self._row(self._library.lowtide_pool_left, lane))
         return {index: (next(numbers), tuple(islice(numbers, next(numbers)))) for index in numbers}
+
+    def _row(self, ask: Callable[..., int], lane: int) -> list[int]:
+        """What it has to say; that may change while it is asked how long that is."""
+        room, count = 0, 1
+        while count > room:
+            room = count
+            row = (ctypes.c_int64 * room)()
+            count = ask(self._handle, lane, row, room)
+        return row[:count]
 
     def free_pages(self, device: int) -> int:
         """Bytes of whole pages that nobody uses."""

@@ -146,6 +146,7 @@ class Tide:
                     optimizers=self._optimizers,
                     undo=undo,
                     tell=self._tell,
+                    live=self._live,
                 )
                 self._use_pages()
             Marks(self._model, self._optimizers, self._mark, undo)

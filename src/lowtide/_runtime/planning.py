@@ -32,8 +32,13 @@ class StepPlan:
 def widened(step: StepRecord, other: StepRecord) -> StepRecord:
     """The step with the longer of both records' lives: what dies sometimes later always might."""
     assert step.sizes == other.sizes
-    freed = [-1 if -1 in ends else max(ends) for ends in zip(step.freed, other.freed, strict=True)]
-    return replace(step, freed=freed, ticks=max(step.ticks, other.ticks))
+    ticks = max(step.ticks, other.ticks)
+    rows = [
+        [end + ticks - one.ticks if end > one.ticks else end for end in one.freed]
+        for one in (step, other)
+    ]
+    freed = [-1 if -1 in ends else max(ends) for ends in zip(*rows, strict=True)]
+    return replace(step, freed=freed, ticks=ticks)
 
 
 def plan_step(
