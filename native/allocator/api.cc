@@ -53,8 +53,8 @@ int32_t lowtide_pool_pages(lowtide_pool *pool, int32_t device, void *stream, int
   return pool->pool.set_pages({device, stream}, bytes);
 }
 
-int32_t lowtide_pool_fill(lowtide_pool *pool, int32_t lane, int64_t bytes) {
-  return pool->pool.fill(lane, bytes);
+int32_t lowtide_pool_fill(lowtide_pool *pool, int32_t lane, int64_t bytes, int64_t floor) {
+  return pool->pool.fill(lane, bytes, floor);
 }
 
 int64_t lowtide_pool_lasting(lowtide_pool *pool, int32_t lane, int64_t *pages, int64_t room) {

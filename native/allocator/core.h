@@ -51,7 +51,7 @@ class Pool {
   void forget(int32_t lane, int64_t plan);
   bool set_arena(int32_t lane, int64_t bytes);
   bool set_pages(Stream stream, int64_t bytes);
-  bool fill(int32_t lane, int64_t bytes);
+  bool fill(int32_t lane, int64_t bytes, int64_t floor);
   int64_t lasting(int32_t lane, int64_t *pages, int64_t room);
   int64_t left(int32_t lane, int64_t *numbers, int64_t room);
   int64_t free_pages(int32_t device);

@@ -125,6 +125,7 @@ int64_t Paged::add_window(const std::vector<int64_t> &pages, bool kept) {
   Window window;
   window.pages = static_cast<int64_t>(pages.size());
   window.kept = kept;
+  window.fresh = kept;
   for (const int64_t one : pages) {
     auto &stretches = window.stretches;
     if (!stretches.empty() && stretches.back().first + stretches.back().second == one)
@@ -168,12 +169,16 @@ void Paged::give_addresses(int64_t offset, int64_t pages) {
 
 void Paged::keep(int64_t offset) {
   const auto found = windows_.find(offset);
-  if (found != windows_.end()) found->second.kept = true;
+  if (found == windows_.end()) return;
+  if (found->second.fresh)
+    found->second.fresh = false;
+  else
+    ++found->second.kept;
 }
 
 void Paged::let_go(int64_t offset) {
   const auto found = windows_.find(offset);
-  if (found != windows_.end()) found->second.kept = false;
+  if (found != windows_.end() && found->second.kept) --found->second.kept;
 }
 
 void Paged::forget_window(int64_t offset) {

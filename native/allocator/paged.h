@@ -58,7 +58,7 @@ class Paged final : public Arena {
   std::vector<int64_t> free_pages(int64_t count, int64_t floor) const;
 
   // Addresses for a window of these pages, where the caller is to show them; -1: none are left.
-  // One that is kept stays until it is let go.
+  // One that is kept stays until it is let go as often.
   int64_t add_window(const std::vector<int64_t> &pages, bool kept);
   void keep(int64_t window);
   void let_go(int64_t window);
@@ -82,7 +82,8 @@ class Paged final : public Arena {
   struct Window {
     std::vector<Stretch> stretches;
     int64_t pages = 0;
-    bool kept = false;
+    int64_t kept = 0;    // by so many
+    bool fresh = false;  // for the first of them, who is still to come
     bool used = false;
     Block block;
     std::multimap<int64_t, int64_t>::iterator idle;  // while nobody uses it

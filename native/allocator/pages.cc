@@ -150,12 +150,12 @@ Paged *Pool::paged_of(int32_t number) {
   return known ? lanes_[static_cast<size_t>(number)]->paged : nullptr;
 }
 
-bool Pool::fill(int32_t number, int64_t bytes) {
+bool Pool::fill(int32_t number, int64_t bytes, int64_t floor) {
   Lock lock(mutex_);
   Paged *const paged = paged_of(number);
   if (!paged || bytes > paged->bytes) return false;
   const int64_t end = paged->pages_of(bytes);
-  paged->floor = end * paged->page;
+  paged->floor = paged->pages_of(std::max(bytes, floor)) * paged->page;
   auto lacking = paged->lacking(end);
   for (auto &[first, count] : lacking) count = std::clamp<int64_t>(end - first, 0, count);
   lacking.erase(std::remove_if(lacking.begin(), lacking.end(),

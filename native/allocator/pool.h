@@ -138,9 +138,9 @@ int32_t lowtide_pool_arena(lowtide_pool *pool, int32_t lane, int64_t bytes);
 // all that the lane allocates lies in it, where plans say or wherever pages are free, and it grows
 // as it must.  0: there are no pages.
 int32_t lowtide_pool_pages(lowtide_pool *pool, int32_t device, void *stream, int64_t bytes);
-// Memory for the lowest `bytes` of them, which plans use; what they do not foresee keeps out of it where
-// it can.  0: there is not so much.
-int32_t lowtide_pool_fill(lowtide_pool *pool, int32_t lane, int64_t bytes);
+// Memory for the lowest `bytes` of them, which plans use.  What they do not foresee keeps out of those
+// below `floor` where it can.  0: there is not so much.
+int32_t lowtide_pool_fill(lowtide_pool *pool, int32_t lane, int64_t bytes, int64_t floor);
 // Pages of the lane's arena side by side: the offset at which they are, for plans.  -1: they cannot be.
 int64_t lowtide_pool_window(lowtide_pool *pool, int32_t lane, const int64_t *pages, int64_t count);
 // The pages, in order, in which something lies that was made before the last step, and still lives: for

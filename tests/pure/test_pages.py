@@ -291,11 +291,11 @@ def test_a_window_of_what_is_not_there_is_none(pages: list[int]) -> None:
     with bench() as made:
         host = paged(made, 16 * PAGE)
         host.allocate(4 * PAGE)
-        assert host.core.fill(0, 10 * PAGE)
+        assert host.core.fill(0, 10 * PAGE, 0)
         assert host.bytes == 10 * PAGE
         assert host.core.window(0, pages) == -1
         assert host.core.window(0, [9, 3]) > 0
-        assert not host.core.fill(0, 21 * PAGE)
+        assert not host.core.fill(0, 21 * PAGE, 0)
 
 
 class _Tight:
@@ -379,3 +379,24 @@ def test_where_not_all_has_a_place_steps_are_asked_to_need_less() -> None:
         assert made.pool.summary().plans == 1
         for block in left:
             made.host.free(block)
+
+
+def test_a_window_of_two_plans_stays_as_long_as_one_has_it() -> None:
+    random = Random(0)
+    with bench() as made:
+        host = paged(made, 16 * PAGE)
+        host.allocate(512)
+        assert host.core.fill(0, 16 * PAGE, 0)
+        window = host.core.window(0, [1, 3])
+        first = host.core.add_plan(0, [2 * PAGE], [[window]])
+        second = host.core.add_plan(0, [2 * PAGE, PAGE], [[window, -1]])
+        host.core.forget(0, first)
+        others = []
+        while (other := host.core.window(0, random.sample(range(4, 16), 2))) >= 0:
+            others.append(other)  # until there are no addresses left
+        assert others and window not in others
+        plan = host.core.add_plan(0, [2 * PAGE] * len(others), [others])
+        host.core.forget(0, plan)
+        host.core.forget(0, second)
+        again = [host.core.window(0, random.sample(range(4, 16), 2)) for _ in range(1000)]
+        assert window in again  # nobody has it any more

@@ -1,7 +1,9 @@
 """Pages for a step: nobody shares one, and all of it fits into its load."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -115,7 +117,7 @@ def test_what_is_left_behind_has_its_pages_again() -> None:
 
 def test_pages_in_use_are_left_alone() -> None:
     blocks = [(PAGE, 0, 3), (512, 1, 2), (2 * PAGE, 2, 4)]
-    plan = plan_pages(record(blocks, 5), PAGE, 6 * PAGE, lasting=[0, 3, 99])
+    plan = plan_pages(record(blocks, 5), PAGE, 7 * PAGE, lasting=[0, 3, 99])
     assert check(plan, record(blocks, 5)) == 0
     grains = set().union(*(taken(plan, record(blocks, 5), i) for i in range(3)))
     pages = {grain * 512 // PAGE for grain in grains}
@@ -126,3 +128,87 @@ def test_pages_in_use_are_left_alone() -> None:
 def test_what_has_no_room_may_lie_anywhere(room: int) -> None:
     plan = plan_pages(record([(2 * PAGE, 0, 1)], 2), PAGE, room)
     assert plan.offsets == [-1] and not plan.pages and plan.height == 0
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_what_is_here_stays_and_nobody_else_gets_its_bytes(seed: int) -> None:
+    """Left behind anywhere, in pieces, on pages that others share, or for who knows how long."""
+    random = Random(seed)
+    step = random_step(random)
+    high = random.choice([12, 30, 60])
+    free = [page for page in range(high) if random.random() < 0.8]
+    random.shuffle(free)
+    lasting = [free.pop() for _ in range(min(len(free), random.randint(0, 3)))]
+    here: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for i, (size, freed) in enumerate(zip(step.sizes, step.freed, strict=True)):
+        count = -(-size // PAGE)
+        if 0 <= freed <= step.ticks or len(free) < count or random.random() < 0.2:
+            continue
+        pages = tuple(free.pop() for _ in range(count))
+        here[i] = (pages[0] * PAGE if count == 1 else WINDOWS + i * 100 * PAGE, pages)
+    room = random.choice([0, 5, 20, 80]) * PAGE
+    plan = plan_pages(step, PAGE, room, lasting, here)
+    where = {i: at for i in range(len(step.sizes)) if (at := pages_of(plan, step, here, i))}
+    fixed = {*lasting, *(page for _, pages in here.values() for page in pages)}
+    unknown = {page for i in here if life(step, i) > step.ticks for page in here[i][1]}
+    for i, taken_pages in where.items():
+        if i not in here:
+            assert taken_pages.isdisjoint({*lasting, *unknown})
+        assert max(taken_pages) < plan.height // PAGE
+    for i, j in combinations(where, 2):
+        odd = is_odd(step.sizes[i], PAGE) and is_odd(step.sizes[j], PAGE)  # they may share a page
+        if where[i] & where[j] and not odd:
+            assert not both_live(step, i, j), (i, j)
+    others = set().union(*(where[i] for i in where if i not in here)) - fixed
+    assert len(others) <= max(0, room // PAGE - len(fixed))
+    if not plan.missing:
+        known = [i for i in range(len(step.sizes)) if life(step, i) <= step.ticks]
+        assert all(i in where for i in known)
+
+
+WINDOWS = 1 << 40
+
+
+def random_step(random: Random) -> StepRecord:
+    count = random.randint(1, 14)
+    order = [i % count for i in range(2 * count)]
+    random.shuffle(order)
+    sizes, made, freed = [], [], []
+    for i in range(count):
+        start, end = order.index(i), len(order) - 1 - order[::-1].index(i)
+        if random.random() < 0.5:
+            start, end = end, start + len(order)
+        if random.random() < 0.1:
+            end = random.choice([-1, start + len(order) + 1, start + len(order)])
+        sizes.append(random.choice([random.randint(1, 9 * PAGE), PAGE * random.randint(1, 6), 512]))
+        made.append(start)
+        freed.append(end)
+    blank = [-1] * count
+    return StepRecord(sizes, made, freed, blank, blank, len(order))
+
+
+def life(step: StepRecord, i: int) -> int:
+    return step.freed[i] - step.made[i] if step.freed[i] >= 0 else step.ticks + 1
+
+
+def both_live(step: StepRecord, i: int, j: int) -> bool:
+    def lives(k: int, tick: int) -> bool:
+        return any(step.made[k] <= at < step.freed[k] for at in (tick, tick + step.ticks))
+
+    return any(lives(i, tick) and lives(j, tick) for tick in range(step.ticks))
+
+
+def pages_of(
+    plan: PagePlan, step: StepRecord, here: Mapping[int, tuple[int, tuple[int, ...]]], i: int
+) -> set[int]:
+    """Those an allocation lies in; none: it may lie anywhere."""
+    if i in plan.pages:
+        return set(plan.pages[i])
+    offset = plan.offsets[i]
+    if offset < 0:
+        return set()
+    if i in here and offset == here[i][0]:
+        return set(here[i][1])
+    assert offset < WINDOWS
+    return set(range(offset // PAGE, -(-(offset + step.sizes[i]) // PAGE)))

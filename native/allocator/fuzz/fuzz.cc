@@ -280,7 +280,7 @@ void run_case(Random &random, const std::vector<Step> &recorded) {
                 pages.push_back(page);
               at = lowtide_pool_window(pool, lane, pages.data(), pick(random, 1, 8));
             }
-          if (paged && pick(random, 0, 1)) lowtide_pool_fill(pool, lane, height);
+          if (paged && pick(random, 0, 1)) lowtide_pool_fill(pool, lane, height, height);
           const int64_t count = static_cast<int64_t>(offset.size());
           const int32_t phases = static_cast<int32_t>(pick(random, 1, 2));
           if (phases == 2)

@@ -116,7 +116,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "forget": (None, [_PTR, _I32, _I64]),
     "arena": (_I32, [_PTR, _I32, _I64]),
     "pages": (_I32, [_PTR, _I32, _PTR, _I64]),
-    "fill": (_I32, [_PTR, _I32, _I64]),
+    "fill": (_I32, [_PTR, _I32, _I64, _I64]),
     "lasting": (_I64, [_PTR, _I32, _ROW, _I64]),
     "left": (_I64, [_PTR, _I32, _ROW, _I64]),
     "free_pages": (_I64, [_PTR, _I32]),
@@ -216,9 +216,12 @@ class Core:
         made = self._library.lowtide_pool_pages(self._handle, device, stream or None, size)
         return bool(made)
 
-    def fill(self, lane: int, size: int) -> bool:
-        """Memory for the lowest pages of a lane's arena, for plans; False: there is too little."""
-        return bool(self._library.lowtide_pool_fill(self._handle, lane, size))
+    def fill(self, lane: int, size: int, floor: int) -> bool:
+        """Memory for the lowest pages of a lane's arena, for plans; False: there is too little.
+
+        What is not planned lies above `floor` where it can.
+        """
+        return bool(self._library.lowtide_pool_fill(self._handle, lane, size, floor))
 
     def lasting(self, lane: int) -> list[int]:
         """Pages of a lane's arena with something that was made before its last step."""

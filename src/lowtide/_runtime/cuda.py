@@ -342,19 +342,12 @@ class CudaPlace:
         torch.cuda.synchronize(device)
         for storage in sorted(self._movable(device), key=lambda storage: storage.data_ptr()):
             if wanted(storage.data_ptr()) and storage.resizable():
-                length = storage.nbytes()
                 try:
                     content = storage.clone()
                 except torch.OutOfMemoryError:
-                    return
-                storage.resize_(0)
-                torch.cuda.empty_cache()  # what is empty now is not to be begun again
-                try:
-                    storage.resize_(length)
-                except torch.OutOfMemoryError:
-                    content = content.cpu()  # what it took is enough
-                    storage.resize_(length)
-                storage.copy_(content)
+                    content = storage.cpu()
+                # What is empty now is not to be begun again.
+                self._restore_without([_Parked(storage, storage.nbytes(), content, -1)], [])
 
     def _movable(self, device: int) -> list[torch.UntypedStorage]:
         """Storages whose bytes may be moved: those of the current stream, in no private pool."""

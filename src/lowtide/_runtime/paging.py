@@ -41,6 +41,7 @@ class PagePlan:
     offsets: list[int]
     pages: dict[int, tuple[int, ...]]  # by allocation
     height: int  # bytes, a multiple of a page
+    filled: int  # ... that need memory; what is above has it
     load: int
     missing: int  # bytes for which there was no place, at most at once
 
@@ -61,21 +62,30 @@ def plan_pages(
         for i, (start, end) in enumerate(zip(step.made, step.freed, strict=True))
         if 0 <= end <= start + step.ticks
     }
-    stays = {i: at for i, at in (here or {}).items() if i in known and step.freed[i] > step.ticks}
+    here = here or {}
+    stays = {i: at for i, at in here.items() if i in known and step.freed[i] > step.ticks}
     small = [i for i in known if is_odd(step.sizes[i], page)]
     crowded = {*lasting, *(one for i in small if i in stays for one in stays[i][1])}
+    # Who knows how long the rest stays.
+    crowded.update(one for i in here if i not in stays for one in here[i][1])
     own = {i: np.array(stays[i][1]) for i in known.difference(small) if i in stays}
     for i in [i for i, row in own.items() if not crowded.isdisjoint(row)]:
         crowded.update(own.pop(i))  # something small lies in its last page
     packing = _pack_small(step, [i for i in small if i not in stays])
     large = sorted(i for i in known.difference(small) if i in own or i not in stays)
     load = _most_pages(step, large, page) + -(-packing.height // page) + len(crowded)
-    count = min(room // page, int(_SPARE * load) + _SPARE_PAGES)
-    pages, found, bottom = _place(step, large, own, crowded, packing, page, count, strict=False)
-    if len(found) < len(large):
-        again = _place(step, large, own, crowded, packing, page, count, strict=True)
-        if len(again[1]) > len(found):
-            pages, found, bottom = again
+    fixed = crowded.union(*own.values())
+    most = max(0, room // page - len(fixed))  # that others may have
+    some = min(most, int(_SPARE * load) + _SPARE_PAGES)
+    best: _Placed | None = None
+    for count, strict in ((some, False), (most, False), (most, True)):
+        placed = _place(step, large, own, crowded, packing, page, count, strict=strict)
+        if best is None or placed.left_out < best.left_out:
+            best = placed
+        if not best.left_out or load > room // page:
+            break
+    assert best is not None
+    pages, found, bottom = best.pages, best.found, best.bottom
     offsets = [-1] * len(step.sizes)
     for i, (offset, _) in stays.items():
         offsets[i] = offset
@@ -90,8 +100,16 @@ def plan_pages(
             offsets[i] = int(row[0]) * page
         else:
             scattered[i] = tuple(map(int, row))
-    missing = _most_pages(step, [i for i in large if i not in found], page) * page
-    return PagePlan(offsets, scattered, pages.top * page, load * page, missing)
+    height = max(pages.top, int(max(fixed, default=-1)) + 1) * page
+    return PagePlan(offsets, scattered, height, pages.top * page, load * page, best.left_out * page)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    pages: "_Pages"
+    found: dict[int, _Found]
+    bottom: int  # where what is packed begins, or -1
+    left_out: int  # pages for which there was no place, at most at once
 
 
 def _place(
@@ -104,17 +122,17 @@ def _place(
     count: int,
     *,
     strict: bool,
-) -> "tuple[_Pages, dict[int, _Found], int]":
-    """In `count` pages, without those that are `crowded`; and where what is packed begins, or -1.
+) -> _Placed:
+    """In `count` pages besides the `own` ones, without those that are `crowded`.
 
     `strict`: in those first that are needed again soonest, side by side or not.
     """
-    top = max((int(row.max()) + 1 for row in own.values()), default=0)
-    pages = _Pages(max(count, top), crowded, strict=strict)
-    for row in own.values():
-        pages.take_again(row)
-    bottom = pages.take_run(-(-packing.height // page))
-    return pages, _place_large(step, large, pages, page, own), bottom
+    pages = _Pages(count, crowded, [one for row in own.values() for one in row], strict=strict)
+    packed = -(-packing.height // page)
+    bottom = pages.take_run(packed)
+    found = _place_large(step, large, pages, page, own)
+    left_out = _most_pages(step, [i for i in large if i not in found], page)
+    return _Placed(pages, found, bottom, left_out + (packed if bottom < 0 else 0))
 
 
 def is_odd(size: int, page: int) -> bool:
@@ -147,13 +165,22 @@ def _most_pages(step: StepRecord, large: Sequence[int], page: int) -> int:
 class _Pages:
     """Pages: which are free, and when those who left them behind need them again."""
 
-    def __init__(self, count: int, crowded: Collection[int], *, strict: bool) -> None:
-        self._needed = np.full(max(0, count), _FOREVER)
-        self._until = self._needed.copy()  # as long each may be had; -1: it is taken
-        self._until[[one for one in crowded if one < count]] = -1
+    def __init__(
+        self, count: int, crowded: Collection[int], own: Collection[int], *, strict: bool
+    ) -> None:
+        """The lowest `count` that are neither `crowded` nor somebody's `own`, which are taken."""
+        size = count + len(crowded) + len(own)
+        free = np.ones(size, dtype=bool)
+        free[[one for one in (*crowded, *own) if one < size]] = False
+        free[np.flatnonzero(free)[count:]] = False
+        size = max([size, *(one + 1 for one in own)])
+        self._needed = np.full(size, _FOREVER)
+        self._until = np.full(size, -1)  # as long each may be had; -1: it is taken
+        self._until[np.flatnonzero(free)] = _FOREVER
+        self._other = self._until >= 0
+        self._free = count
         self._strict = strict
-        self._free = int((self._until >= 0).sum())
-        self.top = 0  # beyond the highest that was ever taken
+        self.top = 0  # beyond the highest that was ever taken, but for somebody's own
 
     def take_run(self, count: int) -> int:
         """The first of so many side by side, or -1: they are nobody else's any more."""
@@ -201,12 +228,14 @@ class _Pages:
     def take_again(self, pages: _Found) -> None:
         """Those that are needed again."""
         assert (self._until[pages] >= 0).all()
-        self._mark(pages)
+        self._until[pages] = -1
+        self._free -= len(pages)
 
     def _mark(self, pages: _Found) -> None:
         self._until[pages] = -1
         self._free -= len(pages)
-        self.top = max(self.top, int(pages.max()) + 1)
+        others = pages[self._other[pages]]
+        self.top = max(self.top, int(others.max(initial=-1)) + 1)
 
     def give(self, pages: _Found) -> None:
         """Others may have them."""

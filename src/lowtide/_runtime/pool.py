@@ -311,7 +311,9 @@ class Pool:
         plan = plan_pages(record, lane.page, room, lasting, self._core.left(lane.lane))
         if plan.missing and self._shrink(plan.missing):
             return None
-        self._core.fill(lane.lane, max(plan.height, highest))
+        filled = self._core.fill(lane.lane, plan.filled, max(plan.height, highest))
+        if not filled and self._shrink(lane.page):
+            return None
         windows = dict.fromkeys(plan.pages.values(), -1)
         for pages in windows:
             windows[pages] = self._core.window(lane.lane, pages)
