@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import JOBS, Job, job_of
 from moving import same_machine
-from tides import CHANGING, STEPS, TOLERANCE, check, hold_all, plain, planned_of
+from tides import CHANGING, STEPS, TOLERANCE, Gates, check, hold_all, plain, planned_of
 from tight import bits_of, find_difference, holding_nothing, run, state_of
 from torch import nn
 from torch.nn import functional as F
@@ -104,24 +104,9 @@ def sized(rows: list[int]) -> Job:
     )
 
 
-class _Gates(nn.Module):
-    """Of each layer tanh and sigmoid are saved, and not what both are made from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            both = layer(x)
-            x = torch.tanh(both) * torch.sigmoid(both)
-            del both
-        return torch.as_tensor(x.square().mean())
-
-
 def gates() -> Job:
     torch.manual_seed(0)
-    model = _Gates()
+    model = Gates()
     return job_of(model, lambda: torch.as_tensor(model(torch.randn(512, 192))))
 
 

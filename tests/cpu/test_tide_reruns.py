@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import JOBS, Job, job_of
 from moving import same_machine
-from tides import hold_all, planned_of
+from tides import Gates, hold_all, planned_of
 from tight import bits_of, find_difference, run
 from torch import nn
 from torch.nn import functional as F
@@ -40,21 +40,6 @@ class _Stream(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, down in zip(self.ups, self.downs, strict=True):
             x = x + down(F.gelu(up(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))))
-        return x.square().mean()
-
-
-class _Gates(nn.Module):
-    """What both gates are made from is worth more than either."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            both = layer(x)
-            x = torch.tanh(both) * torch.sigmoid(both)
-            del both
         return x.square().mean()
 
 
@@ -176,7 +161,7 @@ def test_what_is_held_in_closures_is_let_go_of(monkeypatch: pytest.MonkeyPatch) 
 
     def closing() -> Job:
         torch.manual_seed(0)
-        models = [_Gates(), _Gates()]
+        models = [Gates(), Gates()]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
         def step() -> torch.Tensor:

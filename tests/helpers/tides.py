@@ -4,8 +4,10 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from jobs import JOBS, heavy
 from tight import Run, find_difference, run
+from torch import nn
 
 import lowtide
 from lowtide._analyze.load import find_peak
@@ -61,3 +63,18 @@ def hold_all(trace: Trace, _machine: Machine, **asked: Any) -> Plan:
     plain = ground.starts[-1]
     peak = find_peak(remade(trace, remakes).trace).bytes
     return Plan((), peak, plain + seconds, find_peak(trace).bytes, plain, remakes=tuple(remakes))
+
+
+class Gates(nn.Module):
+    """Of each layer tanh and sigmoid are saved, and not what both are made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            both = layer(x)
+            x = torch.tanh(both) * torch.sigmoid(both)
+            del both
+        return x.square().mean()
