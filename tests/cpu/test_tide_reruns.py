@@ -20,6 +20,7 @@ from lowtide._ir import Drop, Hold, Rerun
 from lowtide._machine.link import line
 from lowtide._policy.ground import Ground
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.order import Gone
 from lowtide._runtime.delta.planned import Mode
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.observe import runtime_of
@@ -216,6 +217,33 @@ def test_what_was_kept_to_be_read_goes_when_the_last_has_read_it() -> None:
         assert (dropped_early.state, dropped_late.state) == (State.HERE, State.HERE)
         assert not kept.wanted()
         sum(sums, torch.zeros(())).backward()
+
+
+def test_what_cannot_be_made_any_more_is_known_before_anything_runs() -> None:
+    """However far back it is."""
+    weight, given = nn.Parameter(torch.randn(64)), torch.randn(512, 64)
+    with lowtide.fit(None, torch.optim.SGD([weight], lr=0.1), budget="1GiB") as tide:
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        result = torch.exp(2 * (given + weight))
+        [cell] = dynamic.room.cells
+        assert cell.value is not None and cell.value.call is not None
+        call = cell.value.call
+        total = result.sum()
+        del result
+        dynamic.room.drop(cell)
+        assert cell.state is State.DROPPED
+        del given
+        doubled = call.sources[0].value.call
+        assert doubled is not None
+        added = doubled.sources[0].value.call
+        assert added is not None
+        added.sources[0].value.held = None  # against all that holds it
+        before = dynamic.replayer.calls
+        with pytest.raises(Gone):
+            dynamic.replayer.follow([call])
+        assert dynamic.replayer.calls == before
+        del total
 
 
 def test_ops_that_nobody_writes_down_are_not_planned_to_run_again() -> None:

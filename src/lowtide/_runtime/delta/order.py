@@ -15,6 +15,9 @@ ON_DEVICE = (State.HERE, State.LEAVING, State.COMING, State.AWAY)  # it can be r
 class Gone(Exception):
     """Something cannot be made again, as what it is made from is no more."""
 
+    def __str__(self) -> str:
+        return "what a dropped value is made from is no more: please report it"
+
 
 def made_by(call: Call) -> list[Value]:
     """Its results, and what it wrote to, as far as anybody knows them."""

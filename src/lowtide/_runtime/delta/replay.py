@@ -29,11 +29,11 @@ class Replayer:
         self.seconds = 0.0  # what they are known to take
 
     def _needed(self, values: Sequence[Value]) -> list[Call]:
-        """What has to be run now to have them, in order."""
+        """What has to be run now to have them, in order. Raises `Gone`."""
         order: list[Call] = []
         seen: set[int] = set()
         for value in values:
-            if value.call is None or value.spoilt:
+            if value.call is None:
                 raise Gone
             if id(value.call) not in seen:
                 seen.add(id(value.call))
@@ -52,7 +52,8 @@ class Replayer:
             if source.ignored or self._is_there(source.value):
                 continue
             made_by = source.value.call
-            assert made_by is not None, "a source of what was dropped is gone"
+            if made_by is None:
+                raise Gone
             if id(made_by) not in seen:
                 seen.add(id(made_by))
                 stack.append((made_by, 0))
@@ -104,6 +105,8 @@ class Replayer:
         What they read and is not there, as who wrote it down thought, is made first. Raises `Gone`.
         """
         found, missing = useful(items, self._is_there)
+        if any(value.spoilt for value in missing):
+            raise Gone
         with self._room.lock:
             self._replay([*self._needed(missing), *found], None, self._adopt)
 
