@@ -68,6 +68,7 @@ USES_TORCH = (
             "cell",
             "costs",
             "driver",
+            "forms",
             "gate",
             "idle",
             "ledger",
@@ -79,6 +80,7 @@ USES_TORCH = (
             "results",
             "room",
             "see",
+            "unseen",
             "verify",
         ]
     }

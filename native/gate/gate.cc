@@ -6,37 +6,79 @@
 // dispatch`, so that is where the gate stands: what is of interest goes on to Python, the rest
 // runs at once, below the mode, just as Python would have run it.
 //
-// An op of interest is one that is written down (by its number in the step), that writes or draws
-// random numbers, that nobody has classified yet, or that has run out of memory. Where another mode
-// is active as well, or a tensor has a class with dispatching of its own, everything goes to Python.
+// An op of interest is one that is written down (by its number in the step), that writes (unless
+// Python has said that writes do not matter now) or draws random numbers, that nobody has classified
+// yet, or that has run out of memory. Where another mode is active as well, or a tensor has a class
+// with dispatching of its own, everything goes to Python.
+//
+// Of what is written down, too, most is the same in every step but for whose bytes it reads. Once
+// Python has seen such an op and kept its form, it is only told, after the op has run, which
+// storages were read and made; any other form, and the op goes to Python as a whole again.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/Storage.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "form.h"
+
+// Of Python's and PyTorch's own headers only this is needed, and Python's are not always there.
+struct _object;
+using PyObject = _object;
+PyObject* THPStorage_Wrap(c10::Storage storage);
+extern "C" {
+int PyGILState_Ensure();
+void PyGILState_Release(int);
+PyObject* PyTuple_New(std::ptrdiff_t);
+int PyTuple_SetItem(PyObject*, std::ptrdiff_t, PyObject*);
+PyObject* PyLong_FromLongLong(long long);
+PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
+void Py_IncRef(PyObject*);
+void Py_DecRef(PyObject*);
+int PyErr_ExceptionMatches(PyObject*);
+void PyErr_Clear();
+void PyErr_SetInterrupt();
+void PyErr_WriteUnraisable(PyObject*);
+extern PyObject* PyExc_KeyboardInterrupt;
+}
 
 namespace {
 
 using namespace c10;  // as in PyTorch's header, from which the forwards are made
 using namespace c10::impl;
 
-enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2 };
+enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2, kWriter = 3, kWritten = 4 };
+using Form = lowtide::Form;
 
 // Never destroyed: ops may still run when the process ends.
-std::shared_mutex guard;  // of the two below
+std::shared_mutex guard;  // of the three below
 auto& kinds = *new std::unordered_map<c10::OperatorHandle, Kind>;
 auto& written_down = *new std::vector<std::uint64_t>;  // a bit for each op of a step
+auto& forms = *new std::unordered_map<std::int64_t, std::shared_ptr<const Form>>;  // by its number
 
+struct Offer {
+  std::int64_t number = -1;
+  std::optional<Form> form;
+};
+thread_local Offer offer;  // of the op that Python sees now
+
+std::atomic<PyObject*> recorder{nullptr};  // told of ops whose form is known; Python's to change
 std::atomic<PyObject*> mode{nullptr};  // the one that would see ops; none: the gate is shut
+std::atomic<bool> writes_pass{false};
 std::atomic<std::int64_t> next_number{0};
 std::atomic<std::int64_t> passed{0};
 
@@ -82,6 +124,7 @@ class Gate final : public PyInterpreterVTable {
  private:
   bool passes(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     if (!is_open()) return false;
+    offer.number = -1;
     const Kind kind = interest(op);
     if (kind == kUnknown) return false;
     const std::size_t count = op.schema().arguments().size();
@@ -89,7 +132,84 @@ class Gate final : public PyInterpreterVTable {
          ++given) {
       if (has_class_of_its_own(*given)) return false;
     }
-    return run(op, stack, count, kind);
+    return kind == kWritten ? record(op, stack, count) : run(op, stack, count, kind);
+  }
+
+  // An op that is written down; not in backward, unless that is differentiated, too.
+  static bool record(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count) {
+    if (!c10::GradMode::is_enabled()) return false;
+    const std::int64_t number = next_number.load(std::memory_order_relaxed);
+    const c10::IValue* const first = stack->data() + (stack->size() - count);
+    std::shared_ptr<const Form> form;
+    {
+      std::shared_lock lock(guard);
+      const auto found = forms.find(number);
+      if (found != forms.end()) form = found->second;
+    }
+    if (form == nullptr || !(form->op() == op) || !form->fits(first, count)) {
+      offer = {number, Form::of(op, first, count)};
+      return false;
+    }
+    const std::vector<c10::IValue> given(first, first + count);
+    if (!run(op, stack, count, kPlain)) return false;
+    tell(number, given, *stack, op.schema().returns().size(), form->device());
+    return true;
+  }
+
+  // Which storages were read, and which may have been made: with their place among the results.
+  static void tell(std::int64_t number, const std::vector<c10::IValue>& given,
+                   const torch::jit::Stack& stack, std::size_t results, c10::Device device) {
+    std::vector<c10::Storage> read, made;
+    std::vector<std::int64_t> places;
+    for (const c10::IValue& one : given)
+      lowtide::each_tensor(one, [&](const at::Tensor& tensor) {
+        if (!lowtide::is_wrapped_number(tensor)) read.push_back(tensor.storage());
+      });
+    std::int64_t place = 0;
+    for (std::size_t i = stack.size() - results; i < stack.size(); ++i)
+      lowtide::each_tensor(stack[i], [&](const at::Tensor& tensor) {
+        if (tensor.device() == device && tensor.layout() == c10::kStrided && tensor.has_storage() &&
+            !tensor._is_zerotensor()) {
+          made.push_back(tensor.storage());
+          places.push_back(place);
+        }
+        ++place;
+      });
+    const int state = PyGILState_Ensure();
+    PyObject* const told = recorder.load(std::memory_order_acquire);
+    if (told == nullptr) return PyGILState_Release(state);
+    Py_IncRef(told);
+    PyObject* const arguments[] = {PyLong_FromLongLong(number), wrapped(read), wrapped(made),
+                                   numbers(places)};
+    PyObject* const answer = PyObject_CallFunctionObjArgs(
+        told, arguments[0], arguments[1], arguments[2], arguments[3], nullptr);
+    if (answer == nullptr) {  // not written down: then it is not made again
+      if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_Clear();
+        PyErr_SetInterrupt();  // once more, where Python can raise it
+      } else {
+        PyErr_WriteUnraisable(told);
+      }
+    } else {
+      Py_DecRef(answer);
+    }
+    for (PyObject* const one : arguments) Py_DecRef(one);
+    Py_DecRef(told);
+    PyGILState_Release(state);
+  }
+
+  static PyObject* wrapped(const std::vector<c10::Storage>& storages) {
+    PyObject* const all = PyTuple_New(static_cast<std::ptrdiff_t>(storages.size()));
+    for (std::size_t i = 0; i < storages.size(); ++i)
+      PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), THPStorage_Wrap(storages[i]));
+    return all;
+  }
+
+  static PyObject* numbers(const std::vector<std::int64_t>& them) {
+    PyObject* const all = PyTuple_New(static_cast<std::ptrdiff_t>(them.size()));
+    for (std::size_t i = 0; i < them.size(); ++i)
+      PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), PyLong_FromLongLong(them[i]));
+    return all;
   }
 
   // For the mode that is active here, and there is no other.
@@ -101,16 +221,18 @@ class Gate final : public PyInterpreterVTable {
     return top->ptr(&top->pyinterpreter()) == ours;
   }
 
-  // Whether Python has to see it (kUnknown), or else what it is.
+  // What it is, if anybody knows.
   static Kind interest(const c10::OperatorHandle& op) {
     std::shared_lock lock(guard);
     const auto found = kinds.find(op);
     if (found == kinds.end()) return kUnknown;
-    if (found->second == kPlain) {
+    if (found->second == kWriter && !writes_pass.load(std::memory_order_relaxed)) return kUnknown;
+    if (found->second != kView) {
       const auto number =
           static_cast<std::uint64_t>(next_number.load(std::memory_order_relaxed));
       const std::size_t word = number / 64;
-      if (word < written_down.size() && (written_down[word] >> (number % 64) & 1)) return kUnknown;
+      if (word < written_down.size() && (written_down[word] >> (number % 64) & 1))
+        return found->second == kPlain ? kWritten : kUnknown;
     }
     return found->second;
   }
@@ -118,14 +240,14 @@ class Gate final : public PyInterpreterVTable {
   static bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count,
                   Kind kind) {
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(count);
-    const std::vector<c10::IValue> given(first, stack->end());
+    const c10::SmallVector<c10::IValue, 12> given(first, stack->end());
     const std::size_t below = stack->size() - count;
     try {
       const c10::impl::ExcludeDispatchKeyGuard without(c10::DispatchKeySet(
           {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
       op.callBoxed(stack);
     } catch (const c10::Error& error) {
-      if (!is_out_of_memory(error)) {
+      if (kind == kWriter || !is_out_of_memory(error)) {  // half of it may be written
         count_one(kind);
         throw;
       }
@@ -142,7 +264,7 @@ class Gate final : public PyInterpreterVTable {
 
   // Ops that fail have a number, too: the program may go on after them.
   static void count_one(Kind kind) {
-    if (kind == kPlain) next_number.fetch_add(1, std::memory_order_relaxed);
+    if (kind != kView) next_number.fetch_add(1, std::memory_order_relaxed);
     passed.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -187,12 +309,40 @@ void lowtide_gate_write_down(const std::uint64_t* words, std::int64_t count) {
   written_down.assign(words, words + count);
 }
 
-// What an op is: of no interest. False: there is no such op.
-int lowtide_gate_know(const char* name, const char* overload, int is_view) {
+// Whom to tell of ops that are written down and whose form is known, or nobody: something to call
+// with the op's number, the storages it read, those it may have made, and where among the results
+// the latter are. Python keeps it until there is another.
+void lowtide_gate_record_by(void* told) {
+  recorder.store(static_cast<PyObject*>(told), std::memory_order_release);
+}
+
+// The op that Python has just seen in this thread, by that number, is the same the next time it
+// looks the same. False: it cannot be compared.
+int lowtide_gate_keep(std::int64_t number) {
+  if (offer.number != number || !offer.form) return 0;
+  auto form = std::make_shared<const Form>(std::move(*offer.form));
+  offer = {};
+  std::unique_lock lock(guard);
+  forms[number] = std::move(form);
+  return 1;
+}
+
+// Nobody knows what an op looked like.
+void lowtide_gate_forget() {
+  std::unique_lock lock(guard);
+  forms.clear();
+}
+
+// Whether ops that write are of no interest either, from now on.
+void lowtide_gate_let_write(int pass) { writes_pass.store(pass != 0); }
+
+// What an op does: shows what it is given (1), makes something new (2), or writes to what it is
+// given, so that it cannot be run again if it fails (3). False: there is no such op.
+int lowtide_gate_know(const char* name, const char* overload, int kind) {
   const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!found) return 0;
   std::unique_lock lock(guard);
-  kinds[*found] = is_view ? kView : kPlain;
+  kinds[*found] = static_cast<Kind>(kind);
   return 1;
 }
 

@@ -22,7 +22,8 @@ from lowtide._machine.link import line
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.holds import Holds
-from lowtide._runtime.delta.planned import _OFTEN, _SHORT, Mode
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.planned import _OFTEN, _SHORT
 from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.swap.script import Act
 

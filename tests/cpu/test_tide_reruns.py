@@ -20,8 +20,8 @@ from lowtide._ir import Drop, Hold, Rerun
 from lowtide._machine.link import line
 from lowtide._policy.ground import Ground
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.delta.order import Gone
-from lowtide._runtime.delta.planned import Mode
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.observe import runtime_of
 from lowtide._runtime.swap.script import Script

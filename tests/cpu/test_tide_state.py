@@ -10,7 +10,8 @@ from tides import STEPS, check, plain, planned_of
 from tight import Bits, bits_of, find_difference, state_of
 
 import lowtide
-from lowtide._runtime.delta.planned import Mode, Planned
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.swap import optimizers, pieces
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.pieces import MOST_PIECES

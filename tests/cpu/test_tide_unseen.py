@@ -1,9 +1,11 @@
 """Planned steps of which hardly an op is seen: as where the device's allocator keeps the budget."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from lowtide._machine.link import line
 from lowtide._policy.tide import tide as plan_tide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.cap import Cap
-from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.forms import Forms
 from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.recipe import Call
+from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.swap.cell import State
 
 pytestmark = pytest.mark.usefixtures("plans_at_once")
@@ -28,21 +32,32 @@ pytestmark = pytest.mark.usefixtures("plans_at_once")
 
 @pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize("name", BUILDS)
-def test_jobs_train_bit_for_bit_where_nobody_counts(name: str) -> None:
-    budget = int(0.6 * max(plain(name).peaks))
+def test_jobs_train_bit_for_bit_where_nobody_counts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = STEPS + 2  # in the last ones hardly anything is looked at
+    budget = int(0.6 * max(plain(name, steps).peaks))
     job = BUILDS[name]()
-    unseen = []
+    unseen, noted = [], Counter[str]()
+    note = Forms.call
+
+    def counting(forms: Forms, *given: Any) -> Call:
+        noted["ops"] += 1
+        return note(forms, *given)
+
+    monkeypatch.setattr(Forms, "call", counting)
     with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
         assert tide._budgeted is not None and tide._budgeted._dynamic is not None
         dynamic = tide._budgeted._dynamic
         losses = []
-        for _ in range(STEPS):
+        for _ in range(steps):
             losses.append(job.step())
             unseen.append(dynamic.room.lax)
     found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
-    assert find_difference(found, plain(name).result) is None
+    assert find_difference(found, plain(name, steps).result) is None
     if name not in CHANGING:
         assert unseen[-2:] == [True, True]
+    assert noted["ops"] or name != "mlp"  # which makes things again that are no more than that
 
 
 @pytest.mark.usefixtures("unguarded")
@@ -80,7 +95,7 @@ def shifted() -> tuple[nn.ParameterList, torch.optim.Optimizer, Callable[[], tor
 
 def test_a_graph_that_outlives_a_step_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights were written to meanwhile: nothing of it is made again from them."""
-    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
+    monkeypatch.setattr(Unseen, "may_step", lambda *_: True)
 
     def gradients(*, fitted: bool) -> list[torch.Tensor]:
         shifts, optimizer, forward = shifted()
@@ -176,7 +191,7 @@ def test_what_was_made_before_a_step_nobody_saw_and_is_saved_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a generator's pictures are, which its discriminator sees when it has stepped."""
-    monkeypatch.setattr(Dynamic, "_can_step_unseen", lambda self, *_: self._mode is not None)
+    monkeypatch.setattr(Unseen, "may_step", lambda *_: True)
 
     def gradient(*, fitted: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -208,9 +223,7 @@ def test_ops_are_seen_again_after_any_step_of_an_optimizer(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Dynamic,
-        "_can_step_unseen",
-        lambda self, *_: self.room.lax and self._mode is not None and not self.ledger.away,
+        Unseen, "may_step", lambda self, *_: self._room.lax and not self._ledger.away
     )
     slow = line(1.0, 1e3)  # nothing is swapped
     machine = replace(same_machine(), out=slow, back=slow)
@@ -251,7 +264,7 @@ def test_ops_are_seen_again_after_any_step_of_an_optimizer(
                 if budget is not None:
                     assert around._budgeted is not None and around._budgeted._dynamic is not None
                     dynamic = around._budgeted._dynamic
-                    assert dynamic._mode is not None and not dynamic._unseen_step
+                    assert dynamic._mode is not None and not dynamic._unseen.now
                     unseen += dynamic.room.lax
                     if unseen > 1:
                         assert not dynamic.room.counts["not dropped"]

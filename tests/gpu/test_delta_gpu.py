@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta import cap
-from lowtide._runtime.delta.planned import Mode, Planned
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.planned import Planned
 
 STEPS = 4
 

@@ -25,8 +25,8 @@ CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all
 
 
 @cache
-def plain(name: str) -> Run:
-    return run(BUILDS[name], STEPS)
+def plain(name: str, steps: int = STEPS) -> Run:
+    return run(BUILDS[name], steps)
 
 
 def planned_of(tide: lowtide.Tide) -> Planned:

@@ -407,6 +407,14 @@ bool Allocator::adopt(c10::StorageImpl &storage, int32_t lane, int64_t offset, i
   return true;
 }
 
+bool Allocator::refill(c10::StorageImpl &storage, int64_t bytes) {
+  if (storage.nbytes()) return false;
+  const c10::cuda::CUDAGuard guard(storage.device().index());
+  storage.set_data_ptr_noswap(allocate(static_cast<size_t>(bytes)));
+  storage.set_nbytes(static_cast<size_t>(bytes));
+  return true;
+}
+
 bool Allocator::settle(c10::StorageImpl &storage, void *home, int64_t offset) {
   const c10::DataPtr &old = storage.data_ptr();
   const int64_t bytes = static_cast<int64_t>(storage.nbytes());

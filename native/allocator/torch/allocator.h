@@ -47,6 +47,8 @@ class Allocator final : public native::CUDAAllocator {
   bool settle(c10::StorageImpl &storage, void *home, int64_t offset);
   // Gives a storage that has no bytes some of a lane's arena.  False: they are in use.
   bool adopt(c10::StorageImpl &storage, int32_t lane, int64_t offset, int64_t bytes);
+  // Gives it some as for anything new: it may know only the allocator of the time it was made.
+  bool refill(c10::StorageImpl &storage, int64_t bytes);
 
   // What the pool knows.
   c10::DataPtr allocate(size_t bytes) override;

@@ -54,6 +54,12 @@ int32_t lowtide_torch_adopt(void *storage, int32_t lane, int64_t offset, int64_t
   });
 }
 
+int32_t lowtide_torch_refill(void *storage, int64_t bytes) {
+  return guarded<int32_t>(0, [&] {
+    return Allocator::the().refill(*static_cast<c10::StorageImpl *>(storage), bytes);
+  });
+}
+
 int32_t lowtide_torch_settle(void *storage, void *home, int64_t offset) {
   return guarded<int32_t>(0, [&] {
     return Allocator::the().settle(*static_cast<c10::StorageImpl *>(storage), home, offset);

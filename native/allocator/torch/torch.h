@@ -30,6 +30,8 @@ void *lowtide_torch_home(int64_t bytes, int32_t device, void *stream);
 int32_t lowtide_torch_settle(void *storage, void *home, int64_t offset);
 // Gives a storage without bytes so many at an offset of the lane's arena.  0: they are in use.
 int32_t lowtide_torch_adopt(void *storage, int32_t lane, int64_t offset, int64_t bytes);
+// Gives a storage without bytes so many, wherever new blocks go.  0: there are none.
+int32_t lowtide_torch_refill(void *storage, int64_t bytes);
 
 #ifdef __cplusplus
 }

@@ -42,6 +42,7 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
         *(ctypes.c_void_p, ctypes.c_int32),
         *(ctypes.c_int64, ctypes.c_int64),
     ]
+    library.lowtide_torch_refill.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.lowtide_torch_private.argtypes = [ctypes.c_int32]
     library.lowtide_torch_cached.restype = ctypes.c_int64
     library.lowtide_torch_cached.argtypes = [ctypes.c_int32]
@@ -132,7 +133,11 @@ class CudaPlace:
         self._without_pages = not made
         if made:
             self._reserved_before += torch.cuda.memory_reserved(device)
-            self._relocate(device, lambda block: not self.core.is_paged(block))
+            self.core.set_mode(Mode.RECORD)  # before that, nothing goes where it is sent
+            if not self._fixed_addresses(device):
+                torch._C._cuda_clearCublasWorkspaces()  # in the midst of segments, they stay for it
+                self._relocate(device, lambda block: not self.core.is_paged(block))
+                make_workspaces(device)
         return made
 
     def page_room(self, device: int) -> int:
@@ -192,12 +197,14 @@ class CudaPlace:
             if not adopt(storage._cdata, lane, parked.where, length):
                 return False
         else:
-            try:
-                storage.resize_(length)
-            except torch.OutOfMemoryError:
+            if not self._refill(storage, length):
                 return False
         storage.copy_(parked.content)
         return True
+
+    def _refill(self, storage: torch.UntypedStorage, count: int) -> bool:
+        """Not by `resize_`: that asks the allocator of the time when the storage was made."""
+        return bool(self._library.lowtide_torch_refill(storage._cdata, count))
 
     def clear(self, lanes: Mapping[int, int]) -> None:
         """Take these lanes' arenas away; their devices are given.
@@ -235,11 +242,10 @@ class CudaPlace:
         lost: list[Exception] = []
         for one in parked:
             try:
-                try:
-                    one.storage.resize_(one.bytes)
-                except torch.OutOfMemoryError:
+                if not self._refill(one.storage, one.bytes):
                     torch.cuda.empty_cache()
-                    one.storage.resize_(one.bytes)
+                    if not self._refill(one.storage, one.bytes):
+                        one.storage.resize_(one.bytes)  # which says why not
                 one.storage.copy_(one.content)
             except Exception as error:  # noqa: BLE001 - the others come back all the same
                 lost.append(error)

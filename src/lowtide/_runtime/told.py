@@ -5,7 +5,7 @@ from statistics import median
 from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.status_text import render_status
 from lowtide._runtime.delta.driver import Dynamic
-from lowtide._runtime.delta.planned import Mode as PlannedMode
+from lowtide._runtime.delta.modes import Mode as PlannedMode
 from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.follow import in_words
 

@@ -44,7 +44,7 @@ def build_gate(tell: Callable[[str], None] = lambda _: None) -> Path:
     include = Path(torch.__file__).parent / "include"
     flags = [*_flags(include), f"-DLOWTIDE_FORWARDS={_forwards(include)}"]
     return built(
-        torch_gate(flags, _links("-ltorch_cpu", "-lc10")),
+        torch_gate(flags, _links("-ltorch_python", "-ltorch_cpu", "-lc10")),
         torch.__version__,
         torch.__file__,
         before=lambda: tell(f"building the gate against torch {torch.__version__}, once"),

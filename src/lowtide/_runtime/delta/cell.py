@@ -58,7 +58,6 @@ class DeltaCell(Cell):
         self.pinned = 0  # by those who are about to read it
         self.sources: list[Value] = []
         self._digest = 0
-        keeper.ledger.see(storage)
         self.value: Value | None = keeper.ledger.value_of(storage)
         self.value.cell = weakref.ref(self)
 

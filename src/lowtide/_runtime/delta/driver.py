@@ -16,12 +16,14 @@ from lowtide._runtime.delta.gate import Gate
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
-from lowtide._runtime.delta.planned import Mode, Planned
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.delta.room import PUBLISHED, Room
 from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.trust import Trust
+from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle
@@ -30,7 +32,6 @@ from lowtide._units import format_bytes
 
 _AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
-_PLENTY = 0.3  # ... that is free: an optimizer's step has room
 
 
 class Dynamic:
@@ -76,7 +77,7 @@ class Dynamic:
         self._tally = Tally()
         self._was_lax = False  # at some time in this step
         self._at_step: int | None = None  # the next op's number when one stepped, without closure
-        self._unseen_step = False  # an optimizer is at it, and the mode is off
+        self._unseen = Unseen(self.ledger, self.room, self.seer)
         self._garbage = Garbage()
         self.has_trained = False
         self._at: dict[int, int] = {}  # the place of each cell in their row
@@ -127,7 +128,7 @@ class Dynamic:
     def stop(self) -> None:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
-        self._unseen_step = False
+        self._unseen.forget()
         self._garbage.collect_as_before()
         self._pop()
         self.seer.leave_gate()
@@ -259,25 +260,27 @@ class Dynamic:
 
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
-        self._see_again()
-        self._begin_own(anew=True)  # whatever has become of the last one
+        if self._unseen.now:
+            self._see_again()
+        planned = self.planned
+        observer = None if planned is None else planned.observer
+        if observer is not None:
+            observer.begin_own(anew=True)  # whatever has become of the last one
         number = self._tally.save(handle.bytes)
         cell = handle.cell
-        if isinstance(cell, DeltaCell) and cell.handles == 1:
+        value = cell.value if isinstance(cell, DeltaCell) else None
+        if cell is not None and cell.handles == 1:
             self._tally.add_storage(cell.bytes)
             if self._mode is None:
                 self._guess()
-            elif cell.value is not None and cell.value.call is not None:
-                self.trust.consider(cell.value, number)
-        if self.planned is not None and self._mode is not None:
-            self._tell(self.planned, handle, number)
-        self._end_own()
-
-    def _tell(self, planned: Planned, handle: Handle, number: int) -> None:
-        cell, able = handle.cell, False
-        if planned.observer is not None and isinstance(cell, DeltaCell) and cell.value is not None:
-            able = self.trust.reliable(cell.value) is not None
-        planned.packed(handle, number, can_drop=able)
+            elif value is not None and value.call is not None:
+                self.trust.consider(value, number)
+        if planned is not None and self._mode is not None:
+            planned.packed(handle, number, value)
+        if observer is not None:
+            if value is not None and self.trust.reliable(value) is not None:
+                observer.can_drop(number)
+            observer.end_own()
 
     def _guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""
@@ -329,42 +332,27 @@ class Dynamic:
         if self.planned is not None and self._mode is not None:
             self.planned.stepping(optimizer)
         parted = self.planned is not None and self.planned.steps_parted()
-        unseen = not parted and self._can_step_unseen(optimizer, args)
+        on_top = self._mode is not None and self._mode.is_on_top()
+        unseen = on_top and not parted and self._unseen.may_step(optimizer, args)
+        if self._mode is not None and self._unseen.may_write(args):
+            self._unseen.begin()
         whole = self.idle.stepping(optimizer, args, self.room.has, parted=parted)
         if not whole:
             self._tally.step_in_pieces()
         if unseen and whole and not self.ledger.away:  # a plan may have dropped just now
-            self._unseen_step = True
+            self._unseen.begin()
             self._leave()
 
     def _piece(self, code: int) -> None:
         if self.planned is not None and self._mode is not None:
             self.planned.event(code)
 
-    def _can_step_unseen(self, optimizer: Optimizer, args: Sequence[object]) -> bool:
-        """Whether no op of an optimizer's step needs to be seen: there are many small ones.
-
-        Nothing is dropped, so nothing can be written to that something is to be made from, and
-        there is plenty of room. With a closure it may do anything.
-        """
-        mode, budget = self._mode, self.room.budget
-        if not self.room.lax or budget is None or mode is None or not mode.is_on_top():
-            return False
-        if self.ledger.away or any(arg is not None for arg in args):
-            return False
-        trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-        return self.room.has(max(int(_PLENTY * budget), 2 * trained))
-
     def _see_again(self) -> None:
         """Ops, after an optimizer's step or what has become of it."""
-        if self._unseen_step and is_calm():
-            self._enter()
-            self._unseen_step = False
-            # Nobody has seen whether what values were made from was written to.
-            for cell in self.room.cells:
-                if cell.value is not None and cell.wanted():
-                    cell.value.spoilt = True
-            self.ledger.spoil()
+        if self._unseen.now and is_calm():
+            if self._mode is None:
+                self._enter()
+            self._unseen.end()
 
     # What cells ask for.
 

@@ -16,7 +16,7 @@ class Garbage:
         if self._thresholds is None:
             self._thresholds = gc.get_threshold()
             first, second, third = self._thresholds
-            gc.set_threshold(first, second, _RARER * third)
+            gc.set_threshold(_RARER * first, second, _RARER * third)
 
     def collect_as_before(self) -> None:
         """From now on."""

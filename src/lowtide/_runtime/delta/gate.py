@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import UntypedStorage
 from torch._ops import OpOverload
 
 from lowtide._native import NoNative
@@ -13,6 +14,13 @@ from lowtide._runtime.delta.record import Known
 from lowtide._runtime.torch_build import build_gate
 
 _WORD = 64
+_VIEW, _PLAIN, _WRITER = 1, 2, 3
+
+# Told of an op: its number, the storages it read, those it may have made, their places among the
+# results.
+Recorder = Callable[
+    [int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]], None
+]
 
 
 class Gate:
@@ -22,6 +30,7 @@ class Gate:
         self._library = library
         self._told: set[int] = set()  # overloads live as long as the program
         self._written_down: frozenset[int] | None = None
+        self._recorder: Recorder | None = None  # as long as the library may call it
         self.is_open = False
 
     def open(self, mode: object, written_down: frozenset[int]) -> None:
@@ -55,10 +64,31 @@ class Gate:
         if id(func) in self._told:
             return
         self._told.add(id(func))
-        plain = what.view or (what.makes and not what.writes and not what.facts.may_be_random)
-        if plain and func.namespace == "aten":
+        kind = _VIEW if what.view else _PLAIN if what.plain else _WRITER
+        if kind != _WRITER or what.only_writes:
             name, overload = func._schema.name, func._schema.overload_name
-            self._library.lowtide_gate_know(name.encode(), overload.encode(), what.view)
+            self._library.lowtide_gate_know(name.encode(), overload.encode(), kind)
+
+    def record_by(self, recorder: Recorder | None) -> None:
+        """Who is told of ops that are written down, once their form is known."""
+        before, self._recorder = self._recorder, recorder
+        self._library.lowtide_gate_record_by(None if recorder is None else id(recorder))
+        del before  # only now
+
+    def keep(self, number: int) -> bool:
+        """The op that the mode has just seen, by that number, has a form that can be known again.
+
+        Then the recorder is told of it, and not the mode.
+        """
+        return bool(self._library.lowtide_gate_keep(number))
+
+    def let_write(self, pass_: bool) -> None:
+        """Whether ops that write pass as well, from now on."""
+        self._library.lowtide_gate_let_write(pass_)
+
+    def forget(self) -> None:
+        """No form is known."""
+        self._library.lowtide_gate_forget()
 
     def take_number(self) -> int:
         """Of the op that the mode sees."""
@@ -92,7 +122,9 @@ def _load(path: Path) -> Gate:
     library = ctypes.CDLL(str(path))
     library.lowtide_gate_open.argtypes = [ctypes.c_void_p]
     library.lowtide_gate_write_down.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
-    for done in ("write_down", "close", "leave"):
+    library.lowtide_gate_record_by.argtypes = [ctypes.c_void_p]
+    library.lowtide_gate_keep.argtypes = [ctypes.c_int64]
+    for done in ("write_down", "close", "leave", "record_by", "forget", "let_write"):
         getattr(library, f"lowtide_gate_{done}").restype = None
     library.lowtide_gate_know.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     library.lowtide_gate_count_from.argtypes = [ctypes.c_int64]

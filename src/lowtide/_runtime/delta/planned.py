@@ -9,7 +9,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import StrEnum
 
 import torch
 from torch.optim import Optimizer
@@ -19,7 +18,9 @@ from lowtide._ir import Plan
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
+from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.delta.order import Gone, Item
+from lowtide._runtime.delta.recipe import Value
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
@@ -45,16 +46,6 @@ _MOST_REPLANS = 3  # of a step that holds more than its plan says
 _SHORT, _OFTEN = 6, 10  # steps by a plan in a row that are short of memory; times in one; until ...
 _LESS = 0.03  # ... it is so much of the budget lower
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
-
-
-class Mode(StrEnum):
-    """How a step ran."""
-
-    DYNAMIC = "dynamic"  # no plan: values leave when there is no room
-    TRACED = "traced"  # the same, and recorded
-    PLANNED = "planned"
-    LOOSE = "loose"  # far below the budget: nobody watches
-    DEPARTED = "departed"  # planned up to where it did something else, then dynamic
 
 
 class Planned:
@@ -278,15 +269,14 @@ class Planned:
         """Nothing is held, unless something is still to be made from it."""
         self.holds.begin({})
 
-    def packed(self, handle: Handle, number: int, *, can_drop: bool) -> None:
-        """A tensor was saved, as the `number`-th of this step."""
+    def packed(self, handle: Handle, number: int, value: Value | None) -> None:
+        """A tensor was saved, as the `number`-th of this step; it shows that value, if known."""
         handle.number = self._before + number
         if self.observer is not None:
             self.observer.packed(handle, number)
-            if can_drop:
-                self.observer.can_drop(number)
-        self.following.packed(number, handle.cell)
-        value = handle.cell.value if isinstance(handle.cell, DeltaCell) else None
+        cell, following = handle.cell, self.following
+        if cell is not None and number in following.moved:
+            following.wanted[number] = cell
         if value is not None and value.call is not None and value.call.number in self.holds.wanted:
             self.room.surely_of(value)  # made from what is held, it is made in another way
         self.event(handle.bytes)
@@ -336,28 +326,42 @@ class Planned:
 
     def event(self, code: int) -> None:
         """Something happens."""
-        if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
+        following = self.following
+        script, at = following.script, len(following.codes)
+        if (
+            self.mode is Mode.PLANNED
+            and script is not None
+            and following.agrees
+            and at < len(script.codes)
+            and script.codes[at] == code
+        ):  # as ever
+            following.codes.append(code)
+            if script.actions[at] or following.late:
+                following.act(script.actions[at])
+            if at in script.reruns or at in script.lets_go:
+                self._go_on(at)
+            return
+        if at >= _LONGEST:  # nobody ends this step: it is none
             self._give_up()
         if self.mode is not Mode.PLANNED:
             self.following.codes.append(code)
             if self.observer is not None:
                 self.observer.event(code)
             return
-        script = self.following.script
-        actions = self.following.next(code)
-        if self.following.script is not script or actions is None:
-            self.write_down(None)
-        if actions is None or self.following.script is None:
+        actions = following.next(code)
+        self.write_down(None)
+        if actions is None or following.script is None:
             self.mode = Mode.DEPARTED
             self._let_go()
             return
-        if self.following.script is not script:
-            self.holds.begin(self.following.script.holds)
-        if actions or self.following.has_late():
-            self.following.act(actions)
+        self.holds.begin(following.script.holds)
+        following.act(actions)
+        self._go_on(at)
+
+    def _go_on(self, at: int) -> None:
+        """What the plan makes again at that event, and what it holds no longer."""
         script = self.following.script
         if script is not None and self.following.agrees:
-            at = len(self.following.codes) - 1
             self._run_again(script.reruns.get(at, ()))
             self.holds.let_go(script.lets_go.get(at, ()))
 

@@ -40,12 +40,19 @@ class Source:
         return like.set_(storage, self.offset, self.size, self.stride)
 
 
+class Given:
+    """Among the arguments of a call, in place of a tensor: the next of its sources."""
+
+
+GIVEN = Given()
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """An op that has run, so that it can be run again."""
 
     func: OpOverload[..., Any]
-    args: list[Any]  # with a Source for each tensor
+    args: list[Any]  # with GIVEN for each tensor
     kwargs: dict[str, Any]
     sources: list[Source]
     key: Hashable  # alike for calls that do the same to tensors of the same shape

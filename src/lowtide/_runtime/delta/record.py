@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.delta.ledger import Ledger
-from lowtide._runtime.delta.recipe import Call, Source
+from lowtide._runtime.delta.recipe import GIVEN, Call, Source
 from lowtide._runtime.delta.replay import generator_of
 from lowtide._trace.schema import OpFacts, op_facts, statistics_tensors, written_tensors
 from lowtide._trace.tensors import has_storage
@@ -64,6 +64,8 @@ class Known:
     makes: bool  # ... bytes, besides those it writes to
     writes: bool
     retriable: bool  # it can be run again after it failed
+    plain: bool  # PyTorch's own; it reads what it is given and makes something new of it, no more
+    only_writes: bool  # PyTorch's own; it changes what it is given, and draws no random numbers
 
 
 _known: dict[int, Known] = {}  # overloads live as long as the program
@@ -85,13 +87,19 @@ def _find_out(func: OpOverload[..., Any]) -> Known:
     )
     packet = facts.name.rsplit(".", 1)[0]
     aten = func.namespace == "aten"
+    makes = any(result.alias_info is None for result in returns)
+    writes = bool(facts.written or facts.statistics)
     return Known(
         facts=facts,
         view=view,
         repeatable=aten and packet not in _NOT_REPEATABLE,
-        makes=any(result.alias_info is None for result in returns),
-        writes=bool(facts.written or facts.statistics),
+        makes=makes,
+        writes=writes,
         retriable=not facts.written or facts.overwrites,
+        plain=aten and makes and not writes and not facts.may_be_random,
+        only_writes=aten
+        and bool(facts.written)
+        and not (facts.overwrites or facts.statistics or facts.may_be_random),
     )
 
 
@@ -175,7 +183,8 @@ class _Reading:
         """As it is written down."""
         kind = type(thing)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return self._source(thing)
+            self._add_source(thing)
+            return GIVEN
         if kind in _ATOMS:
             self.shapes.append(thing)
             return thing
@@ -187,10 +196,11 @@ class _Reading:
             items = [self.kept(item) for item in thing]
             return items if isinstance(thing, list) else tuple(items)
         if isinstance(thing, torch.Tensor):
-            return self._source(thing)
+            self._add_source(thing)
+            return GIVEN
         raise _CannotRepeat  # a generator, a symbolic number
 
-    def _source(self, tensor: torch.Tensor) -> Source:
+    def _add_source(self, tensor: torch.Tensor) -> None:
         if (
             tensor.device != self._device
             or not has_storage(tensor)
@@ -204,7 +214,6 @@ class _Reading:
         source = Source(value, dtype, size, stride, int(tensor.storage_offset()), ignored)
         self.sources.append(source)
         self.shapes += (dtype, size, stride)
-        return source
 
 
 def written_by(what: Known, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

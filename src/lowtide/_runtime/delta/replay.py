@@ -11,7 +11,7 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.order import ON_DEVICE, Gone, Item, reads, useful
-from lowtide._runtime.delta.recipe import Call, Source, Value
+from lowtide._runtime.delta.recipe import Call, Given, Source, Value
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
@@ -333,9 +333,9 @@ def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:
 
 
 def _filled(thing: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The captured argument, with the next tensors in place of its sources."""
+    """The captured argument, with the next tensors where some were given."""
     kind = type(thing)
-    if kind is Source:
+    if kind is Given:
         return next(tensors)
     if kind is list:
         return [_filled(item, tensors) if type(item) in _FILLED else item for item in thing]
@@ -346,4 +346,4 @@ def _filled(thing: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return thing
 
 
-_FILLED = {Source, list, tuple, dict}
+_FILLED = {Given, list, tuple, dict}

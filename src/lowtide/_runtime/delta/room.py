@@ -44,6 +44,7 @@ class Room:
         self._costs = costs
         self.budget = budget
         self.lax = False  # steps go by a plan, and the device's allocator is held to the budget
+        self.blind = False  # nobody sees what is written to: nothing is dropped
         self.calls: dict[int, Call] = {}  # by which dropped values of this step were made
         self.margin = 0  # of it: bytes that the device's allocator needs itself
         self.policy = policy

@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.forms import Forms
 from lowtide._runtime.delta.gate import Gate
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.ledger import Ledger
@@ -33,6 +34,7 @@ class Seer:
         self._costs = costs
         self._captor = Captor(ledger)
         self._results = Results(ledger, costs)
+        self._forms = Forms(ledger)
         self.ops = 0  # so far
         self._at = 0  # ... of this step, without those of optimizers
         self._load_gate = gate
@@ -99,18 +101,28 @@ class Seer:
             if self._wants_gate:
                 self._wants_gate = False
                 self._gate = self._load_gate()
+                if self._gate is not None:
+                    self._gate.forget()  # what others have kept
             if self._gate is not None:
                 self._gate.number = number
+                self._gate.record_by(self._note)
                 self._gate.open(mode, self.recorded)
                 mode.learn = self._gate.learn
         elif self._gate is not None and self._gate.is_open:
             self._at = number
             self._gate.close()
 
+    def let_write(self, pass_: bool) -> None:
+        """Whether ops that write need not be seen, where there is a gate."""
+        self.room.blind = pass_
+        if self._gate is not None:
+            self._gate.let_write(pass_)
+
     def leave_gate(self) -> None:
         """PyTorch is as it was."""
         if self._gate is not None:
             self._gate.leave()
+            self._gate.record_by(None)
 
     def begin_step(self) -> None:
         """Ops are numbered from here."""
@@ -135,6 +147,21 @@ class Seer:
             if number in self.holds.wanted:
                 self.holds.hold(call)
         return call
+
+    def _note(
+        self,
+        number: int,
+        read: Sequence[torch.UntypedStorage],
+        made: Sequence[torch.UntypedStorage],
+        places: Sequence[int],
+    ) -> None:
+        """An op has run that was written down in a step before, and looked just the same."""
+        self.ops += 1
+        self.ledger.now += 1
+        call = self._forms.call(number, read)
+        if number in self.holds.wanted:
+            self.holds.hold(call)
+        self._forms.put_down(call, made, places)
 
     def _pass(
         self,
@@ -166,6 +193,8 @@ class Seer:
             self._in_op = time.perf_counter() - began
         if call is not None:
             self._results.put_down(result, written, None, call, None)
+            if what.plain and self._gate is not None and self._gate.keep(number):
+                self._forms.keep(call)
         elif written:
             self._results.put_down_writes(written, None)
         return result
@@ -283,15 +312,11 @@ class Seer:
     ) -> Sequence[torch.Tensor]:
         """What the op writes to; what depends on that is had first."""
         written = written_by(what, args, kwargs)
+        known = self.ledger.known
         for tensor in written:
-            self._before_write(tensor)
+            value = known(tensor.untyped_storage())
+            if value is not None and value.dependents:
+                with self.room.lock:
+                    for cell in tuple(value.dependents):
+                        cell.bring()
         return written
-
-    def _before_write(self, tensor: torch.Tensor) -> None:
-        """What was dropped and depends on these bytes must be had first."""
-        value = self.ledger.known(tensor.untyped_storage())
-        if value is None or not value.dependents:
-            return
-        with self.room.lock:
-            for cell in tuple(value.dependents):
-                cell.bring()

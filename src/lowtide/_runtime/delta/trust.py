@@ -27,7 +27,8 @@ class Trust:
 
     def reliable(self, value: Value) -> Recipe | None:
         """How to make it again, if that can be relied on."""
-        if value.spoilt or value.call is None or self._room.budget is None:
+        room = self._room
+        if value.spoilt or value.call is None or room.budget is None or room.blind:
             return None
         recipe = find_recipe(value)
         if recipe is None or self._verify == "never" or recipe.key in self._right:
@@ -55,7 +56,7 @@ class Trust:
     def surely(self, value: Value) -> Recipe | None:
         """`reliable`, with a comparison now if there was none: its sources may be others by now."""
         recipe = self.reliable(value)
-        if recipe is None and value.call is not None and not value.spoilt:
+        if recipe is None and value.call is not None and not value.spoilt and not self._room.blind:
             found = find_recipe(value)
             if found is not None and self._check(value, found):
                 recipe = found

@@ -221,7 +221,7 @@ class Driver:
         if self._mode is Mode.PLANNED:
             actions = self.following.next(code)
             if actions is not None:
-                if (actions or self.following.has_late()) and not _is_capturing():
+                if (actions or self.following.late) and not _is_capturing():
                     self._act(actions)
                 return
             self._mode = Mode.DEPARTED

@@ -30,10 +30,10 @@ class Follower:
         self.is_unknown = True  # whether this step is expected to be none that is planned
         self.codes: list[int] = []
         self.wanted: dict[int, Cell] = {}  # by the save, those that some script moves
-        self._moved: frozenset[int] = frozenset()
+        self.moved: frozenset[int] = frozenset()  # the saves of which that is
         self._last: list[Codes] = []  # the last three steps
         self._followed: dict[tuple[Codes, ...], Codes] = {}
-        self._late: list[Action] = []  # what could not be done in its time
+        self.late: list[Action] = []  # what could not be done in its time
 
     def rest(self) -> None:
         """Nothing is followed, for now."""
@@ -44,7 +44,7 @@ class Follower:
         """A step begins."""
         self.codes = []
         self.wanted.clear()
-        self._late.clear()
+        self.late.clear()
         self.agrees = self.script is not None
         expected = self._expected()
         known = next((script for script in self.scripts if script.codes == expected), None)
@@ -70,12 +70,12 @@ class Follower:
         """From now on."""
         self.scripts.append(script)
         self.script = script
-        self._moved |= script.wanted
+        self.moved |= script.wanted
 
     def replace(self, old: Script, new: Script) -> None:
         """A better one for the same steps."""
         self.scripts[self.scripts.index(old)] = new
-        self._moved |= new.wanted
+        self.moved |= new.wanted
         if self.script is old:
             self.script = new
 
@@ -86,7 +86,7 @@ class Follower:
 
     def unlearn(self) -> None:
         """What was planned is about other tensors."""
-        self.scripts, self.script, self._moved = [], None, frozenset()
+        self.scripts, self.script, self.moved = [], None, frozenset()
         if self.agrees:
             self.depart()
 
@@ -94,11 +94,11 @@ class Follower:
         """The step goes on as no plan says."""
         self.agrees = False
         self.departed = True
-        self._late.clear()
+        self.late.clear()
 
     def packed(self, number: int, cell: Cell | None) -> None:
         """A tensor was saved."""
-        if cell is not None and number in self._moved:
+        if cell is not None and number in self.moved:
             self.wanted[number] = cell
 
     def next(self, code: int) -> Sequence[Action] | None:
@@ -109,25 +109,21 @@ class Follower:
             return None  # to do something may have shown that plans are of no use any more
         return self.script.actions[at]
 
-    def has_late(self) -> bool:
-        """Whether something could not be done in its time."""
-        return bool(self._late)
-
     def act(self, actions: Sequence[Action]) -> None:
         """Do what is late and then these, or have them tried again with the next event."""
-        late, self._late = self._late, []
+        late, self.late = self.late, []
         waiting: set[int] = set()
         for action in (*late, *actions):
             if not self.agrees:
                 return
             if not self._do(action, action.who in waiting):
-                self._late.append(action)
+                self.late.append(action)
                 waiting.add(action.who)
 
     def expire(self, who: int) -> None:
         """What is late for this save is not to be done any more."""
-        if self._late:
-            self._late = [action for action in self._late if action.who != who]
+        if self.late:
+            self.late = [action for action in self.late if action.who != who]
 
     def _expected(self) -> Codes | None:
         """What the next step will do: what followed when two steps were like the last two."""
@@ -147,7 +143,7 @@ class Follower:
         for other in self.scripts:
             if other.codes[: at + 1] == tuple(self.codes):
                 self.script = other
-                self._late.clear()
+                self.late.clear()
                 for actions in other.actions[:at]:
                     self.act([action for action in actions if action.act is not Act.FETCH])
                 return True

@@ -14,8 +14,8 @@ from lowtide._runtime.swap.file_tier import is_worker
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.sharing import in_shared_memory
 from lowtide._runtime.swap.tier import Tier
-from lowtide._trace.saves import SaveEntry, check_version, install_hooks, origin_of
-from lowtide._trace.tensors import has_storage, version_of
+from lowtide._trace.saves import SaveEntry, check_version, install_hooks
+from lowtide._trace.tensors import has_storage
 
 
 class Watcher(Protocol):
@@ -60,11 +60,11 @@ class Handle:
     )
 
     def __init__(
-        self, saved: "Saved", tensor: torch.Tensor, origin: tuple[int, str] | None
+        self, saved: "Saved", tensor: torch.Tensor, version: int, origin: tuple[int, str] | None
     ) -> None:
         self._saved = saved
         self.tensor = tensor
-        self.version = version_of(tensor)
+        self.version = version
         self.origin = origin
         self.original: weakref.ref[torch.Tensor] | None = None
         self.cell: Cell | None = None
@@ -95,6 +95,7 @@ class Saved:
         self._watcher = watcher
         self._smallest = smallest
         self._make_cell = make_cell
+        self._tiers: dict[torch.device, Tier] = {}  # those that `tier` has told of
         self._cells: dict[int, Cell] = {}  # by the storage they hold
         self._lock = threading.RLock()  # backward may run in several threads
         self._depth = 0  # of calls that are inside, of the thread that has the lock
@@ -129,41 +130,63 @@ class Saved:
             self._lock.release()
 
     def pack(self, tensor: torch.Tensor) -> Handle:
-        """A tensor is saved: as it is, on a cell if it is worth moving."""
+        """A tensor is saved: as it is, on a cell if it is worth moving.
+
+        Some hundreds of times in every forward, which no GPU waits for: hence few calls.
+        """
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
         alias = tensor
-        leaf = tensor.grad_fn is None
-        if not leaf or not (tensor.requires_grad or tensor.__dict__):
+        node = tensor.grad_fn
+        if node is not None or not (tensor.requires_grad or tensor.__dict__):
             with quiet(tensor):
                 alias = tensor.detach()
-        handle = Handle(self, alias, origin_of(tensor))
-        if leaf and alias is not tensor:
+        origin = None if node is None else (tensor.output_nr, node.name())
+        version = 0 if alias.is_inference() else alias._version
+        handle = Handle(self, alias, version, origin)
+        if node is None and alias is not tensor:
             handle.original = weakref.ref(tensor)
         dense = has_storage(alias)
-        handle.bytes = alias.nbytes if dense else 0
-        with self:
-            if alias is not tensor and dense:
-                handle.cell = self._cell(tensor, alias)
-            self._watcher.packed(handle)
+        if dense:
+            handle.bytes = alias.nbytes
+        with self._lock:
+            self._depth += 1
+            try:
+                if self._gone and self._depth == 1:
+                    self._bury()
+                if dense and alias is not tensor:
+                    storage = alias.untyped_storage()
+                    cell = self._cells.get(storage._cdata)
+                    if cell is None:
+                        cell = self._cell(tensor, storage)
+                    if cell is not None:
+                        cell.handles += 1
+                        handle.cell = cell
+                self._watcher.packed(handle)
+                if self._gone and self._depth == 1:
+                    self._bury()
+            finally:
+                self._depth -= 1
         return handle
 
-    def _cell(self, tensor: torch.Tensor, alias: torch.Tensor) -> Cell | None:
-        storage = alias.untyped_storage()
-        cell = self._cells.get(storage._cdata)
-        if cell is None:
-            base = tensor._base
-            if (
-                storage.nbytes() < self._smallest
-                or (base is not None and base.is_leaf and base.requires_grad)  # a weight
-                or not storage.resizable()
-                or in_shared_memory(storage)
-            ):
-                return None
-            tier = self._tier(storage.device)
+    def _cell(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Cell | None:
+        """For a storage that has none yet. None: it stays."""
+        base = tensor._base
+        if (
+            storage.nbytes() < self._smallest
+            or (base is not None and base.is_leaf and base.requires_grad)  # a weight
+            or not storage.resizable()
+        ):
+            return None
+        device = storage.device
+        if in_shared_memory(storage, device):
+            return None
+        tier = self._tiers.get(device)
+        if tier is None:
+            tier = self._tier(device)
             if tier is None:
                 return None
-            cell = self._cells[storage._cdata] = self._make_cell(storage, tier)
-        cell.handles += 1
+            self._tiers[device] = tier
+        cell = self._cells[storage._cdata] = self._make_cell(storage, tier)
         return cell
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -188,8 +211,11 @@ class Saved:
         if not is_worker() and self._lock.acquire(blocking=False):
             try:
                 if not self._depth:
-                    with self:
-                        pass  # it is buried on the way
+                    self._depth = 1
+                    try:
+                        self._bury()
+                    finally:
+                        self._depth = 0
             finally:
                 self._lock.release()
 

@@ -17,14 +17,14 @@ def is_shared(storage: torch.UntypedStorage, tensors: int) -> bool:
 
     The caller refers to the object once.
     """
-    users, names = _counts(storage)
     private_users, private_names = _private(tensors > 0)
-    return users - tensors > private_users or names > private_names
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return users - tensors > private_users or sys.getrefcount(storage) > private_names
 
 
-def in_shared_memory(storage: torch.UntypedStorage) -> bool:
+def in_shared_memory(storage: torch.UntypedStorage, device: torch.device) -> bool:
     """Whether other processes may have it, too. (Of a CUDA storage PyTorch always says so.)"""
-    return storage.device.type == "cpu" and storage.is_shared()
+    return device.type == "cpu" and storage.is_shared()
 
 
 @functools.cache
@@ -42,8 +42,4 @@ def _private(has_tensors: bool) -> tuple[int, int]:
 
 def _as_if_asked(storage: torch.UntypedStorage) -> tuple[int, int]:
     """From as deep a call as `is_shared`: a caller's parameter is a reference, too."""
-    return _counts(storage)
-
-
-def _counts(storage: torch.UntypedStorage) -> tuple[int, int]:
     return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)

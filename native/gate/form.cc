@@ -1,0 +1,129 @@
+#include "form.h"
+
+#include <cstring>
+
+namespace lowtide {
+namespace {
+
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided && tensor.has_storage() && !tensor._is_zerotensor() &&
+      !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+bool is_number(const c10::IValue& given) {
+  return given.isNone() || given.isInt() || given.isBool() || given.isDouble() ||
+      given.isString() || given.isDevice();
+}
+
+bool is_list_of_numbers(const c10::IValue& given) {
+  return given.isIntList() || given.isDoubleList() || given.isBoolList();
+}
+
+// None: no such number can be compared.
+std::optional<c10::IValue> number_in(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || tensor.numel() != 1) return std::nullopt;
+  const void* const data = tensor.unsafeGetTensorImpl()->data();
+  switch (tensor.scalar_type()) {
+    case c10::kDouble: return c10::IValue(*static_cast<const double*>(data));
+    case c10::kLong: return c10::IValue(*static_cast<const std::int64_t*>(data));
+    case c10::kBool: return c10::IValue(*static_cast<const bool*>(data));
+    default: return std::nullopt;
+  }
+}
+
+bool same_bits(double one, double other) { return std::memcmp(&one, &other, sizeof one) == 0; }
+
+bool same(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isNone()) return other.isNone();
+  if (one.isInt()) return other.isInt() && one.toInt() == other.toInt();
+  if (one.isBool()) return other.isBool() && one.toBool() == other.toBool();
+  if (one.isDouble()) return other.isDouble() && same_bits(one.toDouble(), other.toDouble());
+  if (one.isString())
+    return other.isString() && one.toStringRef() == other.toStringRef();
+  if (one.isDevice()) return other.isDevice() && one.toDevice() == other.toDevice();
+  if (one.isIntList()) return other.isIntList() && one.toIntVector() == other.toIntVector();
+  if (one.isBoolList()) {
+    return other.isBoolList() && one.toBoolList().vec() == other.toBoolList().vec();
+  }
+  if (!one.isDoubleList() || !other.isDoubleList()) return false;
+  const auto ours = one.toDoubleVector(), theirs = other.toDoubleVector();
+  return ours.size() == theirs.size() &&
+      std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(double)) == 0;
+}
+
+}  // namespace
+
+std::optional<Form> Form::of(const c10::OperatorHandle& op, const c10::IValue* given,
+                             std::size_t count) {
+  Form form(op);
+  for (std::size_t i = 0; i < count; ++i)
+    if (!form.add(given[i])) return std::nullopt;
+  if (form.looks_.empty()) return std::nullopt;
+  return form;
+}
+
+bool Form::add(const c10::IValue& given) {
+  if (is_number(given) || is_list_of_numbers(given)) {
+    plain_.push_back(given);
+    return true;
+  }
+  if (given.isTensor()) {
+    const at::Tensor& tensor = given.toTensor();
+    if (!tensor.defined()) {
+      plain_.emplace_back();
+      return true;
+    }
+    if (is_wrapped_number(tensor)) {
+      const auto number = number_in(tensor);
+      if (number) plain_.push_back(*number);
+      return number.has_value();
+    }
+    if (!is_plain_memory(tensor)) return false;
+    looks_.push_back({tensor.scalar_type(), tensor.device(), tensor.key_set(),
+                      tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()});
+    return true;
+  }
+  if (!given.isList()) return false;
+  const c10::List<c10::IValue> items = given.toList();
+  plain_.emplace_back(static_cast<std::int64_t>(items.size()));
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if (!add(items.get(i))) return false;
+  return true;
+}
+
+bool Form::fits(const c10::IValue* given, std::size_t count) const {
+  std::size_t plain = 0, look = 0;
+  for (std::size_t i = 0; i < count; ++i)
+    if (!fits(given[i], plain, look)) return false;
+  return plain == plain_.size() && look == looks_.size();
+}
+
+bool Form::fits(const c10::IValue& given, std::size_t& plain, std::size_t& look) const {
+  const bool tensor_given = given.isTensor() && given.toTensor().defined();
+  const bool wrapped = tensor_given && is_wrapped_number(given.toTensor());
+  if (tensor_given && !wrapped) {
+    if (look == looks_.size()) return false;
+    const at::Tensor& tensor = given.toTensor();
+    const Look& ours = looks_[look++];
+    return tensor.key_set() == ours.keys && is_plain_memory(tensor) &&
+        tensor.scalar_type() == ours.dtype && tensor.device() == ours.device &&
+        tensor.sizes() == ours.sizes && tensor.strides() == ours.strides &&
+        tensor.storage_offset() == ours.offset;
+  }
+  if (plain == plain_.size()) return false;
+  const c10::IValue& ours = plain_[plain++];
+  if (wrapped) {
+    const auto number = number_in(given.toTensor());
+    return number && same(*number, ours);
+  }
+  if (given.isTensor()) return ours.isNone();
+  if (is_number(given) || is_list_of_numbers(given)) return same(given, ours);
+  if (!given.isList()) return false;
+  const c10::List<c10::IValue> items = given.toList();
+  if (!ours.isInt() || ours.toInt() != static_cast<std::int64_t>(items.size())) return false;
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if (!fits(items.get(i), plain, look)) return false;
+  return true;
+}
+
+}  // namespace lowtide

@@ -1,0 +1,66 @@
+// What an op was given, but for whose bytes: the same form, and it does the same to other bytes.
+#ifndef LOWTIDE_FORM_H
+#define LOWTIDE_FORM_H
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace lowtide {
+
+class Form {
+ public:
+  // None where something was given that cannot be compared, or no tensor at all.
+  static std::optional<Form> of(const c10::OperatorHandle& op, const c10::IValue* given,
+                                std::size_t count);
+
+  // Whether these are given now: all numbers to the last bit, all tensors but for their bytes.
+  bool fits(const c10::IValue* given, std::size_t count) const;
+
+  const c10::OperatorHandle& op() const { return op_; }
+  c10::Device device() const { return looks_.front().device; }
+
+ private:
+  explicit Form(const c10::OperatorHandle& op) : op_(op) {}
+
+  struct Look {
+    c10::ScalarType dtype;
+    c10::Device device;
+    c10::DispatchKeySet keys;
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t offset;
+  };
+
+  bool add(const c10::IValue& given);
+  bool fits(const c10::IValue& given, std::size_t& plain, std::size_t& look) const;
+
+  c10::OperatorHandle op_;
+  std::vector<c10::IValue> plain_;  // what are no tensors, and for lists of those their length
+  std::vector<Look> looks_;         // of the tensors, in order
+};
+
+// A number where a tensor could be given: Python is shown the number.
+inline bool is_wrapped_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+// The tensors that an op is given or has made, in order.
+template <typename Call>
+void each_tensor(const c10::IValue& given, const Call& on) {
+  if (given.isTensor()) {
+    if (given.toTensor().defined()) on(given.toTensor());
+  } else if (given.isTensorList()) {
+    for (const at::Tensor& tensor : given.toTensorList())
+      if (tensor.defined()) on(tensor);
+  } else if (given.isList() && !given.isIntList() && !given.isDoubleList() && !given.isBoolList()) {
+    for (const c10::IValue& item : given.toListRef()) each_tensor(item, on);
+  }
+}
+
+}  // namespace lowtide
+#endif

@@ -1,0 +1,75 @@
+"""Ops that look as they did in the step before: written down without being looked at again."""
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.recipe import Call, Source, Value
+
+_Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A call, but for what it was given."""
+
+    func: OpOverload[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    key: Hashable
+    cost: Hashable
+    device: torch.device
+    looks: list[_Look]
+
+
+class Forms:
+    """By the number of an op in its step."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._forms: dict[int, _Form] = {}
+
+    def keep(self, call: Call) -> None:
+        """The op of that number is known from now on."""
+        looks = [(one.dtype, one.size, one.stride, one.offset) for one in call.sources]
+        self._forms[call.number] = _Form(
+            call.func, call.args, call.kwargs, call.key, call.cost, call.device, looks
+        )
+
+    def call(self, number: int, read: Sequence[torch.UntypedStorage]) -> Call:
+        """It has run again, on these storages."""
+        form = self._forms[number]
+        value_of = self._ledger.value_of
+        sources = [
+            Source(value_of(storage), dtype, size, stride, offset)
+            for storage, (dtype, size, stride, offset) in zip(read, form.looks, strict=True)
+        ]
+        return Call(
+            form.func,
+            form.args,
+            form.kwargs,
+            sources,
+            form.key,
+            form.cost,
+            None,
+            form.device,
+            [],
+            [],
+            number,
+        )
+
+    def put_down(
+        self, call: Call, made: Sequence[torch.UntypedStorage], places: Sequence[int]
+    ) -> None:
+        """What it has made, but for storages that were there before."""
+        ledger = self._ledger
+        for storage, place in zip(made, places, strict=True):
+            if ledger.see(storage):
+                value = Value(storage, call)
+                ledger.values[value.key] = value
+                call.makes.append((place, weakref.ref(value)))

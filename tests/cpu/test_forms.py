@@ -1,0 +1,198 @@
+"""Ops that are written down in every step: told of once their form is known, seen if it is not."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import UntypedStorage
+
+from lowtide._runtime.delta.gate import Gate, load_gate
+from lowtide._runtime.delta.mode import SeeingMode
+
+Told = tuple[int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]]
+
+
+class Watched:
+    """A gate at which every op is written down; all that is seen is kept."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.seen: list[str] = []
+        self.told: list[Told] = []
+        self._mode = SeeingMode(self._see)
+        self._mode.learn = gate.learn
+
+    def _see(self, func: Any, _what: Any, args: Any, kwargs: Any) -> Any:
+        number = self.gate.take_number() if self.gate.is_open else -1
+        result = func(*args, **kwargs)
+        self.seen.append(str(func))
+        if number >= 0:
+            self.gate.keep(number)
+        return result
+
+    def _record(self, *told: Any) -> None:
+        self.told.append(told)
+
+    def begin(self) -> None:
+        self._mode.begin()
+        self.gate.record_by(self._record)
+
+    def leave(self) -> None:
+        self.gate.let_write(False)
+        self.gate.close()
+        self.gate.record_by(None)
+        self.gate.forget()
+        self._mode.leave()
+
+    def step(self, work: Callable[[], Any]) -> tuple[list[str], list[Told]]:
+        """What is seen, and what is told, of a step."""
+        self.gate.number = 0
+        self.gate.open(self._mode, frozenset(range(100)))
+        self.seen, self.told = [], []
+        work()
+        return self.seen, self.told
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    said: list[str] = []
+    gate = load_gate(said.append)
+    assert gate is not None, said
+    gate.forget()
+    found = Watched(gate)
+    found.begin()
+    try:
+        yield found
+    finally:
+        found.leave()
+
+
+def test_the_same_again_is_told_with_the_storages_it_reads_and_makes(watched: Watched) -> None:
+    made: list[torch.Tensor] = []
+    given = torch.randn(4, 4, requires_grad=True)
+
+    def work() -> None:
+        values, places = torch.max(given[1:], 1)
+        made[:] = [values, places, torch.cat([values, values])]
+
+    watched.gate.close()
+    work()  # its ops become known
+    assert watched.step(work)[0] == ["aten.max.dim", "aten.cat.default"]
+    seen, told = watched.step(work)
+    assert not seen
+    keys = [storage._cdata for storage in (t.untyped_storage() for t in (given, *made))]
+    found = [
+        (number, [s._cdata for s in read], [s._cdata for s in result], places)
+        for number, read, result, places in told
+    ]
+    assert found == [
+        (0, keys[:1], keys[1:3], (0, 1)),
+        (1, [keys[1]] * 2, keys[3:], (0,)),
+    ]
+    assert watched.gate.number == 2
+    with torch.no_grad():  # as in backward: nothing is repeated then
+        assert watched.step(work) == (["aten.max.dim", "aten.cat.default"], [])
+
+
+WIDE, EVEN = torch.randn(8, 8), torch.full((8, 8), 0.5)
+VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "a number": (lambda: WIDE.mul(2.0), lambda: WIDE.mul(2.5)),
+    "a zero's sign": (lambda: WIDE.mul(0.0), lambda: WIDE.mul(-0.0)),
+    "an int for a float": (lambda: WIDE.mul(2), lambda: WIDE.mul(2.0)),
+    "an option": (lambda: WIDE.sum([0]), lambda: WIDE.sum([1])),
+    "a flag": (lambda: WIDE.sum([0], True), lambda: WIDE.sum([0], False)),
+    "a dtype": (lambda: WIDE.sum([0]), lambda: WIDE.sum([0], dtype=torch.float64)),
+    "a shape": (lambda: WIDE.exp(), lambda: WIDE[:4].exp()),
+    "a stride": (lambda: WIDE.exp(), lambda: WIDE.t().exp()),
+    "an offset": (lambda: WIDE[:4].exp(), lambda: WIDE[4:].exp()),
+    "a tensor's dtype": (lambda: WIDE.exp(), lambda: WIDE.double().exp()),
+    "how many there are": (lambda: torch.cat([WIDE]), lambda: torch.cat([WIDE, WIDE])),
+    "one that is missing": (
+        lambda: torch.nn.functional.layer_norm(WIDE, [8]),
+        lambda: torch.nn.functional.layer_norm(WIDE, [8], WIDE[0]),
+    ),
+    "the op": (lambda: WIDE.exp(), lambda: WIDE.tanh()),
+}
+
+
+@pytest.mark.parametrize("what", VARIANTS)
+def test_any_other_form_is_seen(what: str, watched: Watched) -> None:
+    one, other = VARIANTS[what]
+    watched.gate.close()
+    one(), other()
+    watched.step(one)
+    assert not watched.step(one)[0]
+    seen, told = watched.step(other)
+    assert seen and not told, "taken for what it was before"
+    assert not watched.step(other)[0]
+
+
+def test_a_form_belongs_to_the_op_that_was_seen_by_its_number(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was offered and not kept is not kept for another op of the same number."""
+    watched.gate.close()
+    WIDE.exp(), torch.bernoulli(EVEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(watched.gate, "keep", lambda _: False)
+        watched.step(lambda: WIDE.exp())  # offered
+    watched.step(lambda: torch.bernoulli(EVEN))  # seen, and has no form
+    assert watched.step(lambda: WIDE.exp())[0] == ["aten.exp.default"]
+
+
+def test_where_noting_fails_that_is_told_and_the_op_has_run(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: said.append(str(it.exc_value)))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a fault")
+
+    watched.gate.close()
+    WIDE.exp()
+    watched.step(lambda: WIDE.exp())
+    watched.gate.record_by(fail)
+    found: list[torch.Tensor] = []
+    watched.step(lambda: found.append(WIDE.exp()))
+    assert said == ["a fault"]
+    assert torch.equal(found[0], WIDE.exp())
+
+
+def test_an_interrupt_while_something_is_noted_is_raised(watched: Watched) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    watched.gate.close()
+    WIDE.exp()
+    watched.step(lambda: WIDE.exp())
+    watched.gate.record_by(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        watched.step(lambda: [WIDE.exp() for _ in range(1000)])
+
+
+def test_ops_that_write_pass_only_as_long_as_they_may(watched: Watched) -> None:
+    rows, gradient = torch.zeros(4), torch.ones(4)
+
+    def work() -> None:
+        with torch.no_grad():
+            rows.add_(gradient)
+            torch._foreach_add_([rows], [gradient])
+            rows.copy_(rows + 1)  # it could be run again, so it is seen
+
+    watched.gate.close()
+    work()
+    watched.gate.open(watched._mode, frozenset())
+    watched.gate.let_write(True)
+    watched.gate.number = 0
+    watched.seen = []
+    work()
+    assert watched.seen == ["aten.copy_.default"]
+    assert watched.gate.number == 4
+    watched.gate.let_write(False)
+    watched.seen = []
+    work()
+    assert watched.seen == ["aten.add_.Tensor", "aten._foreach_add_.List", "aten.copy_.default"]
+    assert torch.equal(rows, torch.full((4,), 9.0))
