@@ -14,13 +14,8 @@ from lowtide._runtime.cuda import CudaPlace
 PAGE = 2 * MIB
 
 
-@pytest.fixture(autouse=True)
-def _pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWTIDE_PAGES", "1")
-
-
 @pytest.fixture
-def place(_pages: None) -> CudaPlace:
+def place() -> CudaPlace:
     torch.cuda.init()
     return CudaPlace(print)
 

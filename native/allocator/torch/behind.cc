@@ -65,6 +65,9 @@ void Allocator::attachAllocatorTraceTracker(native::AllocatorTraceTracker tracke
 }
 void Allocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex to) {
   behind_->enablePeerAccess(device, to);
+  TORCH_CHECK(pages_.let_read(to, device), "lowtide: device ", static_cast<int>(device),
+              " cannot read what lies in pages of device ", static_cast<int>(to),
+              ": leave the fit before copying between them");
 }
 cudaError_t Allocator::memcpyAsync(void *to, int to_device, const void *from, int from_device,
                                    size_t bytes, cudaStream_t stream, bool peer) {

@@ -77,7 +77,9 @@ void *Pages::reserve(int64_t bytes, int32_t device) {
   if (driver().reserve(&base, static_cast<size_t>(bytes), kBytes, 0, 0) != CUDA_SUCCESS)
     return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
-  ranges_[reinterpret_cast<void *>(base)].bytes = bytes;
+  Range &range = ranges_[reinterpret_cast<void *>(base)];
+  range.bytes = bytes;
+  range.device = device;
   at(device);
   return reinterpret_cast<void *>(base);
 }
@@ -112,11 +114,34 @@ void Pages::give_up(void *base, int32_t device) {
 }
 
 bool Pages::allow(void *at, int64_t bytes, int32_t device) {
-  CUmemAccessDesc access{};
-  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  access.location.id = device;
-  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  return driver().allow(address(at, 0), static_cast<size_t>(bytes), &access, 1) == CUDA_SUCCESS;
+  const auto by = [](int32_t reader) {
+    CUmemAccessDesc access{};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = reader;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    return access;
+  };
+  std::vector<CUmemAccessDesc> all{by(device)};
+  for (const int32_t reader : devices_[device].readers) all.push_back(by(reader));
+  return driver().allow(address(at, 0), static_cast<size_t>(bytes), all.data(), all.size()) ==
+         CUDA_SUCCESS;
+}
+
+bool Pages::let_read(int32_t device, int32_t reader) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!devices_[device].readers.insert(reader).second) return true;
+  for (const auto &[base, range] : ranges_) {
+    if (range.device != device) continue;
+    const auto shown = [&, base = static_cast<char *>(base)](int64_t offset, int64_t count) {
+      return allow(base + offset, count * kPage, device);
+    };
+    for (size_t i = 0; i < range.pages.size(); ++i)
+      if (range.pages[i] && !shown(static_cast<int64_t>(i) * kPage, 1)) return false;
+    for (const auto &[offset, count] : range.windows)
+      if (!shown(offset, count)) return false;
+  }
+  return true;
 }
 
 // What may still be had within the limit.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -36,6 +37,9 @@ class Pages {
   // have to wait for Python.
   bool flush(int32_t device);
 
+  // Another device reads the pages of `device` from now on.  False: it cannot.
+  bool let_read(int32_t device, int32_t reader);
+
   // The limit for both, as a fraction of the device's memory.
   void set_fraction(double fraction, int32_t device);
   double fraction(int32_t device);
@@ -43,6 +47,7 @@ class Pages {
  private:
   struct Range {
     int64_t bytes = 0;
+    int32_t device = 0;
     std::vector<CUmemGenericAllocationHandle> pages;  // 0: without memory
     std::unordered_map<int64_t, int64_t> windows;     // offset -> pages
   };
@@ -51,6 +56,7 @@ class Pages {
     int64_t bytes = 0;      // in pages
     int64_t stuck = 0;      // what the caching allocator could not give back when it was last asked
     double total = 0;       // bytes of the device
+    std::set<int32_t> readers;  // other devices
   };
 
   bool allow(void *at, int64_t bytes, int32_t device);

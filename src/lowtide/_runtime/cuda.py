@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +70,7 @@ class CudaPlace:
             raise NoNative(why.decode())
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
-        self._without_pages = os.environ.get("LOWTIDE_PAGES") != "1"  # or they cannot be had
+        self._without_pages = False  # they cannot be had
         self.missing = 0  # of the last arena that could not be had
         self._tidied: Counter[int] = Counter()  # by device
 
@@ -124,9 +123,9 @@ class CudaPlace:
         """Whether what the current stream allocates lies in pages from now on.
 
         So does what is there already: in segments, nobody could use what it leaves behind when it
-        is swapped. Not where other devices may want to read pages: nobody shows them to those.
+        is swapped.
         """
-        if torch.cuda.device_count() > 1 or self._without_pages:
+        if self._without_pages:
             return False
         stream = torch.cuda.current_stream(device).cuda_stream
         made = bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
