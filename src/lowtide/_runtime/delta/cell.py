@@ -172,9 +172,8 @@ class DeltaCell(Cell):
         self.sources = []
 
     def _let_go(self) -> None:
-        super()._let_go()
-        self._keeper.ledger.away += self.bytes
-        self._keeper.ledger.resized(self.storage)
+        self.storage.resize_(0)
+        self._keeper.ledger.gone_away(self.key, self.bytes)
 
     def _take_again(self) -> None:
         self.pinned += 1

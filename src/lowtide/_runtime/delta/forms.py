@@ -44,10 +44,10 @@ class Forms:
     def call(self, number: int, read: Sequence[torch.UntypedStorage]) -> Call:
         """It has run again, on these storages."""
         form = self._forms[number]
-        value_of = self._ledger.value_of
+        known, value_of = self._ledger.values, self._ledger.value_of
         sources = [
-            Source(value_of(storage), dtype, size, stride, offset)
-            for storage, (dtype, size, stride, offset) in zip(read, form.looks, strict=True)
+            Source(known.get(storage._cdata) or value_of(storage), *look)
+            for storage, look in zip(read, form.looks, strict=True)
         ]
         return Call(
             form.func,

@@ -111,6 +111,13 @@ class Ledger:
         self.held += size - before
         self._look()
 
+    def gone_away(self, key: int, count: int) -> None:
+        """The storage has no bytes any more: lowtide has taken these away."""
+        self.away += count
+        if key in self._sizes:
+            self.held -= self._sizes[key]
+            self._sizes[key] = 0
+
     def forget(self, key: int) -> None:
         """The storage is gone."""
         self.held -= self._sizes.pop(key, 0)

@@ -141,9 +141,15 @@ def find_recipe(value: Value) -> Recipe | None:
         if source.ignored:
             continue
         found = source.value
+        ref = found.cell
+        cell = None if ref is None else ref()
         if id(found) in sources:
             shape.append(len(sources))
-        elif found.held is not None or found.saved() is not None or found.is_given():
+        elif (
+            found.held is not None
+            or (cell is not None and cell.state is not State.GONE)  # it is saved
+            or found.is_given()
+        ):
             sources[id(found)] = found
             shape.append(source.size)
         elif found.call is None or found.spoilt:

@@ -301,7 +301,8 @@ class Room:
 
     def know(self, calls: Iterable[Call]) -> None:
         """They may have to run again."""
-        self.calls.update((call.number, call) for call in calls)
+        for call in calls:
+            self.calls[call.number] = call
 
     def let_leave(self, cell: DeltaCell) -> bool:
         """Its copy below is made, or waited for: its bytes go. False: it stays."""

@@ -55,12 +55,13 @@ class Trust:
 
     def surely(self, value: Value) -> Recipe | None:
         """`reliable`, with a comparison now if there was none: its sources may be others by now."""
-        recipe = self.reliable(value)
-        if recipe is None and value.call is not None and not value.spoilt and not self._room.blind:
-            found = find_recipe(value)
-            if found is not None and self._check(value, found):
-                recipe = found
-        return recipe
+        room = self._room
+        if value.spoilt or value.call is None or room.budget is None or room.blind:
+            return None
+        recipe = find_recipe(value)
+        if recipe is None or self._verify == "never" or recipe.key in self._right:
+            return recipe
+        return recipe if self._check(value, recipe) else None
 
     def _check(self, value: Value, recipe: Recipe) -> bool:
         """Whether it makes just that; False also if there is no room to find out."""

@@ -12,7 +12,6 @@ import torch
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.file_tier import is_worker
 from lowtide._runtime.swap.quiet import quiet
-from lowtide._runtime.swap.sharing import in_shared_memory
 from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.saves import SaveEntry, check_version, install_hooks
 from lowtide._trace.tensors import has_storage
@@ -178,7 +177,7 @@ class Saved:
         ):
             return None
         device = storage.device
-        if in_shared_memory(storage, device):
+        if device.type == "cpu" and storage.is_shared():  # by other processes
             return None
         tier = self._tiers.get(device)
         if tier is None:

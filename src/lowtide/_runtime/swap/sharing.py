@@ -22,9 +22,9 @@ def is_shared(storage: torch.UntypedStorage, tensors: int) -> bool:
     return users - tensors > private_users or sys.getrefcount(storage) > private_names
 
 
-def in_shared_memory(storage: torch.UntypedStorage, device: torch.device) -> bool:
+def in_shared_memory(storage: torch.UntypedStorage) -> bool:
     """Whether other processes may have it, too. (Of a CUDA storage PyTorch always says so.)"""
-    return device.type == "cpu" and storage.is_shared()
+    return storage.device.type == "cpu" and storage.is_shared()
 
 
 @functools.cache

@@ -167,5 +167,5 @@ def _movable(tensor: torch.Tensor, smallest: int) -> bool:
         and tensor.storage_offset() == 0
         and storage.resizable()
         and not is_shared(storage, 1)
-        and not in_shared_memory(storage, storage.device)
+        and not in_shared_memory(storage)
     )
