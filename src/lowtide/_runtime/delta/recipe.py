@@ -12,6 +12,8 @@ from lowtide._runtime.swap.cell import State
 
 LONGEST = 48  # ops of one recipe
 
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # tensors without a byte
+
 
 @dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
 class Source:
@@ -36,8 +38,12 @@ class Source:
     def seen_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over bytes that lie elsewhere."""
         assert storage.nbytes() >= self.value.bytes, "`set_` would make up what is missing"
-        like = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return like.set_(storage, self.offset, self.size, self.stride)
+        key = self.dtype, storage.device
+        like = _nothing.get(key)
+        if like is None:
+            like = _nothing[key] = torch.empty(0, dtype=self.dtype, device=storage.device)
+        # To make one anew takes several times as long.
+        return like.detach().set_(storage, self.offset, self.size, self.stride)
 
 
 class Given:

@@ -38,6 +38,8 @@ def _call(name: str, *arguments: object) -> None:
     """In a thread in which PyTorch has not used CUDA yet the driver knows no context."""
     function = getattr(_driver(), name)
     error = function(*arguments)
+    if not error:
+        return
     if error == _NO_CONTEXT:
         _check(_driver().cuCtxSetCurrent(_context(torch.cuda.current_device())), "cuCtxSetCurrent")
         error = function(*arguments)

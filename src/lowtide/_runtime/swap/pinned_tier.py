@@ -132,6 +132,9 @@ class PinnedTier:
         return start + count <= chunk.start + chunk.bytes.numel()
 
     def _chunk(self, start: int) -> _Chunk:
+        last = self._chunks[-1]
+        if last.start <= start:
+            return last
         return next(chunk for chunk in reversed(self._chunks) if chunk.start <= start)
 
     def _grow(self, count: int) -> bool:

@@ -11,6 +11,8 @@ from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
 from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.tensors import version_of
 
+_NOTHING = torch.UntypedStorage(0, device="cpu")
+
 
 class StateCell(Cell):
     """A tensor that an optimizer keeps.
@@ -68,14 +70,18 @@ class StateCell(Cell):
         with quiet():
             self._shown.append(self._tier.view(self._place))
             self._moving(tensor, self._shown[-1])
-            tensor.data = _like(tensor, self._shown[-1])
+            like, self._whole = self._whole, None
+            if like is None:
+                tensor.data = _like(tensor, self._shown[-1])
+            else:
+                tensor.data = like.set_(self._shown[-1], 0, tensor.size(), tensor.stride())
             self._let_go()
         self.state = State.AWAY
         return True
 
     def _let_go(self) -> None:
         self._whole = None
-        self.storage = torch.UntypedStorage(0, device="cpu")
+        self.storage = _NOTHING
 
     def _take_again(self) -> None:
         # A new storage: the old one would ask the allocator of the time when it was made.
