@@ -91,6 +91,7 @@ def test_blocks_keep_their_bytes_whatever_pages_they_lie_in(place: CudaPlace) ->
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + limit) / total)
+    most = int(torch.cuda.get_per_process_memory_fraction() * total)
     live: list[tuple[torch.Tensor, int]] = []
     try:
         assert place.use_pages(0)
@@ -107,7 +108,7 @@ def test_blocks_keep_their_bytes_whatever_pages_they_lie_in(place: CudaPlace) ->
             except torch.OutOfMemoryError:
                 continue
             live.append((tensor, number % 256))
-        assert place.core.count(0).page_bytes <= limit
+        assert place.core.count(0).page_bytes <= torch.cuda.memory_reserved() <= most
         assert all(holds(tensor, written) for tensor, written in live)
     finally:
         live.clear()
@@ -122,18 +123,21 @@ def test_another_stream_gets_the_memory_of_free_pages(place: CudaPlace) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
     torch.cuda.empty_cache()
-    limit = torch.cuda.memory_reserved() + 256 * MIB
-    torch.cuda.set_per_process_memory_fraction(limit / total)
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((reserved + 1024 * MIB) / total)
     try:
-        assert place.use_pages(0)
+        assert place.use_pages(0)  # what there is goes into them, and cuBLAS has some, too
         place.core.set_mode(Mode.RECORD)
+        before = place.core.count(0).page_bytes
+        limit = torch.cuda.memory_reserved() + 256 * MIB
+        torch.cuda.set_per_process_memory_fraction(limit / total)
         block = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
         del block
-        assert place.core.count(0).page_bytes >= 200 * MIB
+        assert place.core.count(0).page_bytes >= before + 200 * MIB
         with torch.cuda.stream(torch.cuda.Stream()):
             other = torch.ones(160 * MIB, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        assert place.core.count(0).page_bytes < 100 * MIB
+        assert place.core.count(0).page_bytes < before + 100 * MIB
         assert torch.cuda.memory_reserved() <= limit
         assert holds(other, 1)
         del other

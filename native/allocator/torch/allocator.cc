@@ -407,6 +407,12 @@ bool Allocator::adopt(c10::StorageImpl &storage, int32_t lane, int64_t offset, i
   return true;
 }
 
+void Allocator::exchange(c10::StorageImpl &one, c10::StorageImpl &other) {
+  c10::DataPtr kept = one.set_data_ptr({nullptr, one.device()});
+  kept = other.set_data_ptr(std::move(kept));
+  one.set_data_ptr_noswap(std::move(kept));
+}
+
 bool Allocator::refill(c10::StorageImpl &storage, int64_t bytes) {
   if (storage.nbytes()) return false;
   const c10::cuda::CUDAGuard guard(storage.device().index());

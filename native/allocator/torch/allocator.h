@@ -49,6 +49,8 @@ class Allocator final : public native::CUDAAllocator {
   bool adopt(c10::StorageImpl &storage, int32_t lane, int64_t offset, int64_t bytes);
   // Gives it some as for anything new: it may know only the allocator of the time it was made.
   bool refill(c10::StorageImpl &storage, int64_t bytes);
+  // Each of two storages of as many bytes gets the other's.
+  static void exchange(c10::StorageImpl &one, c10::StorageImpl &other);
 
   // What the pool knows.
   c10::DataPtr allocate(size_t bytes) override;

@@ -60,6 +60,13 @@ int32_t lowtide_torch_refill(void *storage, int64_t bytes) {
   });
 }
 
+int32_t lowtide_torch_exchange(void *one, void *other) {
+  auto &first = *static_cast<c10::StorageImpl *>(one), &second = *static_cast<c10::StorageImpl *>(other);
+  if (first.nbytes() != second.nbytes() || first.device() != second.device()) return 0;
+  Allocator::exchange(first, second);
+  return 1;
+}
+
 int32_t lowtide_torch_settle(void *storage, void *home, int64_t offset) {
   return guarded<int32_t>(0, [&] {
     return Allocator::the().settle(*static_cast<c10::StorageImpl *>(storage), home, offset);

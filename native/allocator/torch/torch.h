@@ -32,6 +32,8 @@ int32_t lowtide_torch_settle(void *storage, void *home, int64_t offset);
 int32_t lowtide_torch_adopt(void *storage, int32_t lane, int64_t offset, int64_t bytes);
 // Gives a storage without bytes so many, wherever new blocks go.  0: there are none.
 int32_t lowtide_torch_refill(void *storage, int64_t bytes);
+// Each of two storages gets the other's bytes.  0: they are not as many.
+int32_t lowtide_torch_exchange(void *one, void *other);
 
 #ifdef __cplusplus
 }

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from lowtide._native import NoNative
 from lowtide._report.pool_text import MemorySummary
 from lowtide._runtime.core import Core, Mode, open_library
 from lowtide._runtime.planning import ARENA_GRAIN
-from lowtide._runtime.storages import device_storages, graphs_exist
+from lowtide._runtime.storages import graphs_exist, movable_storages
 from lowtide._runtime.torch_build import build_pool
 from lowtide._runtime.workspaces import make_workspaces
 
@@ -41,6 +40,7 @@ def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
         *(ctypes.c_void_p, ctypes.c_int32),
         *(ctypes.c_int64, ctypes.c_int64),
     ]
+    library.lowtide_torch_exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.lowtide_torch_refill.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.lowtide_torch_private.argtypes = [ctypes.c_int32]
     library.lowtide_torch_cached.restype = ctypes.c_int64
@@ -203,7 +203,11 @@ class CudaPlace:
 
     def _refill(self, storage: torch.UntypedStorage, count: int) -> bool:
         """Not by `resize_`: that asks the allocator of the time when the storage was made."""
-        return bool(self._library.lowtide_torch_refill(storage._cdata, count))
+        refill = functools.partial(self._library.lowtide_torch_refill, storage._cdata, count)
+        if refill():
+            return True
+        torch.cuda.empty_cache()
+        return bool(refill())
 
     def clear(self, lanes: Mapping[int, int]) -> None:
         """Take these lanes' arenas away; their devices are given.
@@ -242,9 +246,7 @@ class CudaPlace:
         for one in parked:
             try:
                 if not self._refill(one.storage, one.bytes):
-                    torch.cuda.empty_cache()
-                    if not self._refill(one.storage, one.bytes):
-                        one.storage.resize_(one.bytes)  # which says why not
+                    one.storage.resize_(one.bytes)  # which says why not
                 one.storage.copy_(one.content)
             except Exception as error:  # noqa: BLE001 - the others come back all the same
                 lost.append(error)
@@ -340,38 +342,27 @@ class CudaPlace:
     def _relocate(self, device: int, wanted: Callable[[int], bool]) -> None:
         """Allocate anew what lies at such addresses, as far as there is memory.
 
-        One arena, home or segment after the other, so that what is empty makes room for the next.
+        One arena, home or segment after the other; where there is no room beside the others, they
+        all wait in main memory, and go first.
         """
         if self._fixed_addresses(device):
             return
         torch.cuda.synchronize(device)
-        for storage in sorted(self._movable(device), key=lambda storage: storage.data_ptr()):
-            if wanted(storage.data_ptr()) and storage.resizable():
-                try:
-                    content = storage.clone()
-                except torch.OutOfMemoryError:
-                    content = storage.cpu()
-                # What is empty now is not to be begun again.
-                self._restore_without([_Parked(storage, storage.nbytes(), content, -1)], [])
+        found = [one for one in self._movable(device) if wanted(one.data_ptr()) and one.resizable()]
+        found.sort(key=lambda storage: -storage.data_ptr())
+        while found:
+            try:
+                content = found[-1].clone()
+            except torch.OutOfMemoryError:
+                break
+            if not self._library.lowtide_torch_exchange(found.pop()._cdata, content._cdata):
+                break
+        if sum(one.nbytes() for one in found) <= _PARKED * available_bytes():
+            self._restore_without([_Parked(one, one.nbytes(), one.cpu(), -1) for one in found], [])
 
     def _movable(self, device: int) -> list[torch.UntypedStorage]:
         """Storages whose bytes may be moved: those of the current stream, in no private pool."""
-        stream = torch.cuda.current_stream(device).cuda_stream
-        ranges = sorted(
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
-            if segment["device"] == device
-            and segment["stream"] == stream
-            and tuple(segment["segment_pool_id"]) == (0, 0)
-        )
-        starts = [start for start, _ in ranges]
-
-        def among_them(storage: torch.UntypedStorage) -> bool:
-            address = storage.data_ptr()
-            at = bisect_right(starts, address) - 1
-            return (at >= 0 and address < ranges[at][1]) or self.core.is_paged(address)
-
-        return [s for s in device_storages(device) if s.nbytes() > 0 and among_them(s)]
+        return movable_storages(device, self.core.is_paged)
 
     def _fixed_addresses(self, device: int) -> bool:
         """Whether there may be a CUDA graph: it knows addresses, not storages.

@@ -1,6 +1,8 @@
 """What Python can reach: the storages on a device, and captured graphs."""
 
 import gc
+from bisect import bisect_right
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +23,26 @@ def device_storages(device: int) -> list[torch.UntypedStorage]:
             except (RuntimeError, NotImplementedError, ValueError):
                 continue  # a wrapper without a storage of its own, or a tensor without memory
     return list(found.values())
+
+
+def movable_storages(device: int, is_paged: Callable[[int], bool]) -> list[torch.UntypedStorage]:
+    """Those with bytes of the current stream, in pages or in segments of no private pool."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    ranges = sorted(
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device
+        and segment["stream"] == stream
+        and tuple(segment["segment_pool_id"]) == (0, 0)
+    )
+    starts = [start for start, _ in ranges]
+
+    def among_them(storage: torch.UntypedStorage) -> bool:
+        address = storage.data_ptr()
+        at = bisect_right(starts, address) - 1
+        return (at >= 0 and address < ranges[at][1]) or is_paged(address)
+
+    return [s for s in device_storages(device) if s.nbytes() > 0 and among_them(s)]
 
 
 def _lies_on(tensor: torch.Tensor, device: int) -> bool:
