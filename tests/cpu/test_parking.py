@@ -28,6 +28,7 @@ class _Device:
         self.arenas: list[int] = []
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.adopted: dict[int, int] = {}
+        self.exchanged: list[int] = []
 
     def lowtide_torch_arena(self, _lane: int, size: int) -> int:
         self.arenas.append(size)
@@ -48,6 +49,10 @@ class _Device:
             return 0
         assert self.storages[storage].nbytes() == 0
         self.storages[storage].resize_(length)
+        return 1
+
+    def lowtide_torch_exchange(self, storage: int, other: int) -> int:
+        self.exchanged.append(storage)
         return 1
 
 
@@ -136,3 +141,30 @@ def test_so_does_a_lack_of_memory() -> None:
     _, done, _, _ = park(device, {})
     assert not done
     assert device.arenas == [2 * SIZE, 0]
+
+
+@pytest.mark.parametrize("room", [4, 2, 0])
+def test_what_moves_goes_one_after_the_other_and_all_at_once_where_there_is_no_room(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for which there is room beside the others first; then none is there any more."""
+    storages = [torch.full((64 + i,), i, dtype=torch.uint8).untyped_storage() for i in range(4)]
+    before = {storage._cdata: bytes(storage.tolist()) for storage in storages}
+    device = _Device(gives=True)
+    device.storages = {storage._cdata: storage for storage in storages}
+    clone, left = torch.UntypedStorage.clone, [room]
+
+    def short(storage: torch.UntypedStorage) -> Any:
+        if not left[0]:
+            raise torch.OutOfMemoryError
+        left[0] -= 1
+        return clone(storage)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(torch.UntypedStorage, "clone", short)
+    place: Any = object.__new__(CudaPlace)
+    place._library = device
+    place._movable = lambda _: storages
+    place._fixed_addresses = lambda _: False
+    place._relocate(0, lambda _: True)
+    assert len(device.exchanged) == room
+    assert {s._cdata: bytes(s.tolist()) for s in storages} == before

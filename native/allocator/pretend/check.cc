@@ -276,6 +276,32 @@ void a_storage_without_bytes_gets_some_of_an_arena() {
   leave();
 }
 
+void a_storage_gets_bytes_as_new_ones_do_whatever_allocator_it_knows() {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+                                                       DataPtr(nullptr, {c10::kCUDA, 0}), &caching(),
+                                                       true);
+  start({kMiB, kMiB}, 4 * kMiB);
+  CHECK(lowtide_torch_refill(storage.get(), kMiB) == 1);
+  CHECK(storage->nbytes() == static_cast<size_t>(kMiB) && in_arena(storage->data_ptr()));
+  CHECK(lowtide_torch_refill(storage.get(), kMiB) == 0);  // it has some
+  std::memset(storage->mutable_data(), 7, kMiB);
+  DataPtr data = caching().allocate(kMiB);
+  std::memset(data.get(), 8, kMiB);
+  auto other = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), kMiB,
+                                                     std::move(data), &caching(), true);
+  CHECK(lowtide_torch_exchange(storage.get(), other.get()) == 1);
+  CHECK(!in_arena(storage->data_ptr()) && in_arena(other->data_ptr()));
+  CHECK(static_cast<const char *>(storage->data())[0] == 8);
+  CHECK(static_cast<const char *>(other->data())[0] == 7);
+  auto smaller = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 64,
+                                                       caching().allocate(64), &caching(), true);
+  CHECK(lowtide_torch_exchange(storage.get(), smaller.get()) == 0);
+  storage.reset();
+  other.reset();
+  smaller.reset();
+  leave();
+}
+
 void snapshots_show_what_lies_in_arenas() {
   start({kMiB, 1000}, 4 * kMiB);
   DataPtr first = take(kMiB), second = take(1000);
@@ -324,6 +350,7 @@ int main() {
   no_memory_is_thrown_as_ever();
   a_storage_is_moved_without_its_owners_noticing();
   a_storage_without_bytes_gets_some_of_an_arena();
+  a_storage_gets_bytes_as_new_ones_do_whatever_allocator_it_knows();
   snapshots_show_what_lies_in_arenas();
   what_it_does_not_know_is_handed_on();
   std::puts("checked");
