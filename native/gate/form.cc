@@ -63,6 +63,7 @@ std::optional<Form> Form::of(const c10::OperatorHandle& op, const c10::IValue* g
 }
 
 bool Form::add(const c10::IValue& given) {
+  kinds_.push_back(Kind::kPlain);
   if (is_number(given) || is_list_of_numbers(given)) {
     plain_.push_back(given);
     return true;
@@ -79,11 +80,13 @@ bool Form::add(const c10::IValue& given) {
       return number.has_value();
     }
     if (!is_plain_memory(tensor)) return false;
+    kinds_.back() = Kind::kTensor;
     looks_.push_back({tensor.scalar_type(), tensor.device(), tensor.key_set(),
                       tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()});
     return true;
   }
   if (!given.isList()) return false;
+  kinds_.back() = Kind::kList;
   const c10::List<c10::IValue> items = given.toList();
   plain_.emplace_back(static_cast<std::int64_t>(items.size()));
   for (std::size_t i = 0; i < items.size(); ++i)
@@ -92,37 +95,41 @@ bool Form::add(const c10::IValue& given) {
 }
 
 bool Form::fits(const c10::IValue* given, std::size_t count) const {
-  std::size_t plain = 0, look = 0;
+  At at;
   for (std::size_t i = 0; i < count; ++i)
-    if (!fits(given[i], plain, look)) return false;
-  return plain == plain_.size() && look == looks_.size();
+    if (!fits(given[i], at)) return false;
+  return at.kind == kinds_.size();
 }
 
-bool Form::fits(const c10::IValue& given, std::size_t& plain, std::size_t& look) const {
+bool Form::fits(const c10::IValue& given, At& at) const {
+  if (at.kind == kinds_.size()) return false;
+  const Kind kind = kinds_[at.kind++];
   const bool tensor_given = given.isTensor() && given.toTensor().defined();
   const bool wrapped = tensor_given && is_wrapped_number(given.toTensor());
   if (tensor_given && !wrapped) {
-    if (look == looks_.size()) return false;
+    if (kind != Kind::kTensor) return false;
     const at::Tensor& tensor = given.toTensor();
-    const Look& ours = looks_[look++];
+    const Look& ours = looks_[at.look++];
     return tensor.key_set() == ours.keys && is_plain_memory(tensor) &&
         tensor.scalar_type() == ours.dtype && tensor.device() == ours.device &&
         tensor.sizes() == ours.sizes && tensor.strides() == ours.strides &&
         tensor.storage_offset() == ours.offset;
   }
-  if (plain == plain_.size()) return false;
-  const c10::IValue& ours = plain_[plain++];
+  if (kind == Kind::kTensor) return false;
+  const c10::IValue& ours = plain_[at.plain++];
+  const bool list = given.isList() && !is_list_of_numbers(given);
+  if (list != (kind == Kind::kList)) return false;
   if (wrapped) {
     const auto number = number_in(given.toTensor());
     return number && same(*number, ours);
   }
   if (given.isTensor()) return ours.isNone();
   if (is_number(given) || is_list_of_numbers(given)) return same(given, ours);
-  if (!given.isList()) return false;
+  if (!list) return false;
   const c10::List<c10::IValue> items = given.toList();
   if (!ours.isInt() || ours.toInt() != static_cast<std::int64_t>(items.size())) return false;
   for (std::size_t i = 0; i < items.size(); ++i)
-    if (!fits(items.get(i), plain, look)) return false;
+    if (!fits(items.get(i), at)) return false;
   return true;
 }
 

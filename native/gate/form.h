@@ -23,6 +23,7 @@ class Form {
   bool fits(const c10::IValue* given, std::size_t count) const;
 
   const c10::OperatorHandle& op() const { return op_; }
+  std::int64_t id = 0;  // by which Python knows it
   c10::Device device() const { return looks_.front().device; }
 
  private:
@@ -36,10 +37,17 @@ class Form {
     std::int64_t offset;
   };
 
+  // What was given, in order: one of these for each, and for all in a list.
+  enum class Kind : char { kTensor, kPlain, kList };
+  struct At {
+    std::size_t kind = 0, plain = 0, look = 0;
+  };
+
   bool add(const c10::IValue& given);
-  bool fits(const c10::IValue& given, std::size_t& plain, std::size_t& look) const;
+  bool fits(const c10::IValue& given, At& at) const;
 
   c10::OperatorHandle op_;
+  std::vector<Kind> kinds_;
   std::vector<c10::IValue> plain_;  // what are no tensors, and for lists of those their length
   std::vector<Look> looks_;         // of the tensors, in order
 };

@@ -49,11 +49,10 @@ PyObject* PyLong_FromLongLong(long long);
 PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
-int PyErr_ExceptionMatches(PyObject*);
-void PyErr_Clear();
-void PyErr_SetInterrupt();
+void PyErr_Fetch(PyObject**, PyObject**, PyObject**);
+void PyErr_Restore(PyObject*, PyObject*, PyObject*);
 void PyErr_WriteUnraisable(PyObject*);
-extern PyObject* PyExc_KeyboardInterrupt;
+int Py_AddPendingCall(int (*)(void*), void*);
 }
 
 namespace {
@@ -65,7 +64,7 @@ enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2, kWriter = 3, kWritten = 4
 using Form = lowtide::Form;
 
 // Never destroyed: ops may still run when the process ends.
-std::shared_mutex guard;  // of the three below
+std::shared_mutex guard;  // of the tables below, and the id
 auto& kinds = *new std::unordered_map<c10::OperatorHandle, Kind>;
 auto& written_down = *new std::vector<std::uint64_t>;  // a bit for each op of a step
 auto& forms = *new std::unordered_map<std::int64_t, std::shared_ptr<const Form>>;  // by its number
@@ -75,6 +74,8 @@ struct Offer {
   std::optional<Form> form;
 };
 thread_local Offer offer;  // of the op that Python sees now
+
+std::int64_t last_form = 0;  // its id
 
 std::atomic<PyObject*> recorder{nullptr};  // told of ops whose form is known; Python's to change
 std::atomic<PyObject*> mode{nullptr};  // the one that would see ops; none: the gate is shut
@@ -152,13 +153,13 @@ class Gate final : public PyInterpreterVTable {
     }
     const std::vector<c10::IValue> given(first, first + count);
     if (!run(op, stack, count, kPlain)) return false;
-    tell(number, given, *stack, op.schema().returns().size(), form->device());
+    tell(*form, number, given, *stack, op.schema().returns().size());
     return true;
   }
 
   // Which storages were read, and which may have been made: with their place among the results.
-  static void tell(std::int64_t number, const std::vector<c10::IValue>& given,
-                   const torch::jit::Stack& stack, std::size_t results, c10::Device device) {
+  static void tell(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given,
+                   const torch::jit::Stack& stack, std::size_t results) {
     std::vector<c10::Storage> read, made;
     std::vector<std::int64_t> places;
     for (const c10::IValue& one : given)
@@ -168,8 +169,8 @@ class Gate final : public PyInterpreterVTable {
     std::int64_t place = 0;
     for (std::size_t i = stack.size() - results; i < stack.size(); ++i)
       lowtide::each_tensor(stack[i], [&](const at::Tensor& tensor) {
-        if (tensor.device() == device && tensor.layout() == c10::kStrided && tensor.has_storage() &&
-            !tensor._is_zerotensor()) {
+        if (tensor.device() == form.device() && tensor.layout() == c10::kStrided &&
+            tensor.has_storage() && !tensor._is_zerotensor() && !tensor.is_nested()) {
           made.push_back(tensor.storage());
           places.push_back(place);
         }
@@ -179,23 +180,37 @@ class Gate final : public PyInterpreterVTable {
     PyObject* const told = recorder.load(std::memory_order_acquire);
     if (told == nullptr) return PyGILState_Release(state);
     Py_IncRef(told);
-    PyObject* const arguments[] = {PyLong_FromLongLong(number), wrapped(read), wrapped(made),
-                                   numbers(places)};
-    PyObject* const answer = PyObject_CallFunctionObjArgs(
-        told, arguments[0], arguments[1], arguments[2], arguments[3], nullptr);
-    if (answer == nullptr) {  // not written down: then it is not made again
-      if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
-        PyErr_Clear();
-        PyErr_SetInterrupt();  // once more, where Python can raise it
-      } else {
-        PyErr_WriteUnraisable(told);
-      }
-    } else {
+    PyObject* const arguments[] = {PyLong_FromLongLong(form.id), PyLong_FromLongLong(number),
+                                   wrapped(read), wrapped(made), numbers(places)};
+    PyObject* const answer =
+        PyObject_CallFunctionObjArgs(told, arguments[0], arguments[1], arguments[2], arguments[3],
+                                     arguments[4], nullptr);
+    if (answer == nullptr)
+      raise_soon(told);  // the op has run, and is not written down: then it is not made again
+    else
       Py_DecRef(answer);
-    }
     for (PyObject* const one : arguments) Py_DecRef(one);
     Py_DecRef(told);
     PyGILState_Release(state);
+  }
+
+  // What was raised may be a signal's: it goes on where Python can raise it.
+  static void raise_soon(PyObject* told) {
+    struct Raised {
+      PyObject *kind, *value, *trace;
+    };
+    auto* const raised = new Raised;
+    PyErr_Fetch(&raised->kind, &raised->value, &raised->trace);
+    const auto raise = [](void* given) {
+      auto* const them = static_cast<Raised*>(given);
+      PyErr_Restore(them->kind, them->value, them->trace);
+      delete them;
+      return -1;
+    };
+    if (Py_AddPendingCall(raise, raised) != 0) {  // there are too many
+      raise(raised);
+      PyErr_WriteUnraisable(told);
+    }
   }
 
   static PyObject* wrapped(const std::vector<c10::Storage>& storages) {
@@ -310,21 +325,22 @@ void lowtide_gate_write_down(const std::uint64_t* words, std::int64_t count) {
 }
 
 // Whom to tell of ops that are written down and whose form is known, or nobody: something to call
-// with the op's number, the storages it read, those it may have made, and where among the results
-// the latter are. Python keeps it until there is another.
+// with the form's id, the op's number, the storages it read, those it may have made, and where among
+// the results the latter are. Python keeps it until there is another.
 void lowtide_gate_record_by(void* told) {
   recorder.store(static_cast<PyObject*>(told), std::memory_order_release);
 }
 
 // The op that Python has just seen in this thread, by that number, is the same the next time it
-// looks the same. False: it cannot be compared.
-int lowtide_gate_keep(std::int64_t number) {
+// looks the same. The id of its form, or 0: it cannot be compared.
+std::int64_t lowtide_gate_keep(std::int64_t number) {
   if (offer.number != number || !offer.form) return 0;
-  auto form = std::make_shared<const Form>(std::move(*offer.form));
+  auto form = std::make_shared<Form>(std::move(*offer.form));
   offer = {};
   std::unique_lock lock(guard);
+  form->id = ++last_form;
   forms[number] = std::move(form);
-  return 1;
+  return last_form;
 }
 
 // Nobody knows what an op looked like.

@@ -1,6 +1,5 @@
 """Ops that are written down in every step: told of once their form is known, seen if it is not."""
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import UntypedStorage
 from lowtide._runtime.delta.gate import Gate, load_gate
 from lowtide._runtime.delta.mode import SeeingMode
 
-Told = tuple[int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]]
+Told = tuple[int, int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]]
 
 
 class Watched:
@@ -85,7 +84,7 @@ def test_the_same_again_is_told_with_the_storages_it_reads_and_makes(watched: Wa
     keys = [storage._cdata for storage in (t.untyped_storage() for t in (given, *made))]
     found = [
         (number, [s._cdata for s in read], [s._cdata for s in result], places)
-        for number, read, result, places in told
+        for _, number, read, result, places in told
     ]
     assert found == [
         (0, keys[:1], keys[1:3], (0, 1)),
@@ -96,6 +95,7 @@ def test_the_same_again_is_told_with_the_storages_it_reads_and_makes(watched: Wa
         assert watched.step(work) == (["aten.max.dim", "aten.cat.default"], [])
 
 
+CUBE, PLACES = torch.randn(4, 4, 4), torch.tensor([1, 2])
 WIDE, EVEN = torch.randn(8, 8), torch.full((8, 8), 0.5)
 VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "a number": (lambda: WIDE.mul(2.0), lambda: WIDE.mul(2.5)),
@@ -114,6 +114,13 @@ VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: torch.nn.functional.layer_norm(WIDE, [8], WIDE[0]),
     ),
     "the op": (lambda: WIDE.exp(), lambda: WIDE.tanh()),
+    "which of two is the number": (lambda: torch.sub(WIDE, 0.5), lambda: torch.sub(0.5, WIDE)),
+    "which of two there is": (lambda: WIDE.clamp(min=EVEN), lambda: WIDE.clamp(max=EVEN)),
+    "the weight or the bias": (
+        lambda: torch.nn.functional.layer_norm(WIDE, [8], WIDE[0]),
+        lambda: torch.nn.functional.layer_norm(WIDE, [8], None, WIDE[0]),
+    ),
+    "what is picked by which": (lambda: CUBE[:, PLACES, PLACES], lambda: CUBE[PLACES, :, PLACES]),
 }
 
 
@@ -136,41 +143,33 @@ def test_a_form_belongs_to_the_op_that_was_seen_by_its_number(
     watched.gate.close()
     WIDE.exp(), torch.bernoulli(EVEN)
     with monkeypatch.context() as patch:
-        patch.setattr(watched.gate, "keep", lambda _: False)
+        patch.setattr(watched.gate, "keep", lambda _: 0)
         watched.step(lambda: WIDE.exp())  # offered
     watched.step(lambda: torch.bernoulli(EVEN))  # seen, and has no form
     assert watched.step(lambda: WIDE.exp())[0] == ["aten.exp.default"]
 
 
-def test_where_noting_fails_that_is_told_and_the_op_has_run(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, TimeoutError])
+def test_what_a_signal_raises_while_something_is_noted_is_raised(
+    kind: type[BaseException], watched: Watched
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda it: said.append(str(it.exc_value)))
+    """Python looks for signals wherever it runs, so there as well."""
 
-    def fail(*_: Any) -> None:
-        raise ValueError("a fault")
+    def interrupted(*_: Any) -> None:
+        raise kind
 
-    watched.gate.close()
-    WIDE.exp()
-    watched.step(lambda: WIDE.exp())
-    watched.gate.record_by(fail)
-    found: list[torch.Tensor] = []
-    watched.step(lambda: found.append(WIDE.exp()))
-    assert said == ["a fault"]
-    assert torch.equal(found[0], WIDE.exp())
-
-
-def test_an_interrupt_while_something_is_noted_is_raised(watched: Watched) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def work() -> None:
+        WIDE.exp()
+        for _ in range(1000):
+            pass
 
     watched.gate.close()
     WIDE.exp()
     watched.step(lambda: WIDE.exp())
-    watched.gate.record_by(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        watched.step(lambda: [WIDE.exp() for _ in range(1000)])
+    watched.gate.record_by(interrupted)
+    with pytest.raises(kind):
+        watched.step(work)
+    assert watched.gate.number == 1  # the op has run
 
 
 def test_ops_that_write_pass_only_as_long_as_they_may(watched: Watched) -> None:

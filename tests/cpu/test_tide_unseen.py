@@ -61,9 +61,9 @@ def test_what_looks_the_same_is_made_again_from_what_was_told_of_it(
     told: list[int] = []
     note = Forms.call
 
-    def counting(forms: Forms, number: int, *given: Any) -> Call:
+    def counting(forms: Forms, form: int, number: int, *given: Any) -> Call | None:
         told.append(number)
-        return note(forms, number, *given)
+        return note(forms, form, number, *given)
 
     monkeypatch.setattr(Forms, "call", counting)
     steps = STEPS + 2

@@ -207,6 +207,10 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
   *free = *total = size_t{1} << 40;
   return cudaSuccess;
 }
+cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   std::memcpy(to, from, bytes);
   return cudaSuccess;

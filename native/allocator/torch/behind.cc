@@ -71,6 +71,9 @@ void Allocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex to) {
 }
 cudaError_t Allocator::memcpyAsync(void *to, int to_device, const void *from, int from_device,
                                    size_t bytes, cudaStream_t stream, bool peer) {
+  // What is no memory of cudaMalloc's needs to be told whose it is.
+  if (!peer && to_device != from_device && (pages_.any(to_device) || pages_.any(from_device)))
+    return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
   return behind_->memcpyAsync(to, to_device, from, from_device, bytes, stream, peer);
 }
 std::shared_ptr<native::AllocatorState> Allocator::getCheckpointState(c10::DeviceIndex device,

@@ -130,7 +130,19 @@ bool Pages::allow(void *at, int64_t bytes, int32_t device) {
 bool Pages::let_read(int32_t device, int32_t reader) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!devices_[device].readers.insert(reader).second) return true;
+  std::set<int32_t> &readers = devices_[device].readers;
+  if (!readers.insert(reader).second || show_all(device)) return true;
+  readers.erase(reader);  // or nobody would get a page any more
+  return false;
+}
+
+bool Pages::any(int32_t device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(ranges_.begin(), ranges_.end(),
+                     [&](const auto &range) { return range.second.device == device; });
+}
+
+bool Pages::show_all(int32_t device) {
   for (const auto &[base, range] : ranges_) {
     if (range.device != device) continue;
     const auto shown = [&, base = static_cast<char *>(base)](int64_t offset, int64_t count) {

@@ -39,6 +39,7 @@ class Pages {
 
   // Another device reads the pages of `device` from now on.  False: it cannot.
   bool let_read(int32_t device, int32_t reader);
+  bool any(int32_t device);
 
   // The limit for both, as a fraction of the device's memory.
   void set_fraction(double fraction, int32_t device);
@@ -60,6 +61,7 @@ class Pages {
   };
 
   bool allow(void *at, int64_t bytes, int32_t device);
+  bool show_all(int32_t device);  // ... to all that may read them
   Device &at(int32_t device);
   int64_t room(const Device &entry, int32_t device);
   void share(Device &entry, int32_t device);  // tells the caching allocator what is left

@@ -123,9 +123,10 @@ class CudaPlace:
         """Whether what the current stream allocates lies in pages from now on.
 
         So does what is there already: in segments, nobody could use what it leaves behind when it
-        is swapped.
+        is swapped. Not where other devices are in use: they may read it without asking again.
         """
-        if self._without_pages:
+        others = set(range(torch.cuda.device_count())) - {device}
+        if self._without_pages or any(torch.cuda.max_memory_reserved(one) for one in others):
             return False
         stream = torch.cuda.current_stream(device).cuda_stream
         made = bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))

@@ -28,22 +28,27 @@ class _Form:
 
 
 class Forms:
-    """By the number of an op in its step."""
+    """By the ids that the gate has given them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._forms: dict[int, _Form] = {}
+        self._last: dict[int, int] = {}  # by the number of an op in its step
 
-    def keep(self, call: Call) -> None:
-        """The op of that number is known from now on."""
+    def keep(self, form: int, call: Call) -> None:
+        """An op that looks like that is known from now on, by that id; not as it looked before."""
+        self._forms.pop(self._last.get(call.number, 0), None)
+        self._last[call.number] = form
         looks = [(one.dtype, one.size, one.stride, one.offset) for one in call.sources]
-        self._forms[call.number] = _Form(
+        self._forms[form] = _Form(
             call.func, call.args, call.kwargs, call.key, call.cost, call.device, looks
         )
 
-    def call(self, number: int, read: Sequence[torch.UntypedStorage]) -> Call:
-        """It has run again, on these storages."""
-        form = self._forms[number]
+    def call(self, id_: int, number: int, read: Sequence[torch.UntypedStorage]) -> Call | None:
+        """It has run again, on these storages. None: another thread is about to keep its form."""
+        form = self._forms.get(id_)
+        if form is None:
+            return None
         known, value_of = self._ledger.values, self._ledger.value_of
         sources = [
             Source(known.get(storage._cdata) or value_of(storage), *look)

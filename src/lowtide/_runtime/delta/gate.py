@@ -16,10 +16,10 @@ from lowtide._runtime.torch_build import build_gate
 _WORD = 64
 _VIEW, _PLAIN, _WRITER = 1, 2, 3
 
-# Told of an op: its number, the storages it read, those it may have made, their places among the
-# results.
+# Told of an op: its form, its number, the storages it read, those it may have made, and their
+# places among the results.
 Recorder = Callable[
-    [int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]], None
+    [int, int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]], None
 ]
 
 
@@ -75,12 +75,12 @@ class Gate:
         self._library.lowtide_gate_record_by(None if recorder is None else id(recorder))
         del before  # only now
 
-    def keep(self, number: int) -> bool:
-        """The op that the mode has just seen, by that number, has a form that can be known again.
+    def keep(self, number: int) -> int:
+        """The op that the mode has just seen, by that number, has a form: its id.
 
-        Then the recorder is told of it, and not the mode.
+        Where that can be known again the recorder is told of it, and not the mode; otherwise 0.
         """
-        return bool(self._library.lowtide_gate_keep(number))
+        return int(self._library.lowtide_gate_keep(number))
 
     def let_write(self, pass_: bool) -> None:
         """Whether ops that write pass as well, from now on."""
@@ -124,6 +124,7 @@ def _load(path: Path) -> Gate:
     library.lowtide_gate_write_down.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
     library.lowtide_gate_record_by.argtypes = [ctypes.c_void_p]
     library.lowtide_gate_keep.argtypes = [ctypes.c_int64]
+    library.lowtide_gate_keep.restype = ctypes.c_int64
     for done in ("write_down", "close", "leave", "record_by", "forget", "let_write"):
         getattr(library, f"lowtide_gate_{done}").restype = None
     library.lowtide_gate_know.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]

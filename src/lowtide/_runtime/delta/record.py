@@ -190,6 +190,7 @@ class _Reading:
             return thing
         if kind is float:
             self.floats.append(thing)
+            self.shapes.append(float)  # where, not how much
             return thing
         if isinstance(thing, list | tuple):
             self.shapes.append(len(thing))

@@ -150,6 +150,7 @@ class Seer:
 
     def _note(
         self,
+        form: int,
         number: int,
         read: Sequence[torch.UntypedStorage],
         made: Sequence[torch.UntypedStorage],
@@ -158,7 +159,9 @@ class Seer:
         """An op has run that was written down in a step before, and looked just the same."""
         self.ops += 1
         self.ledger.now += 1
-        call = self._forms.call(number, read)
+        call = self._forms.call(form, number, read)
+        if call is None:
+            return
         if number in self.holds.wanted:
             self.holds.hold(call)
         self._forms.put_down(call, made, places)
@@ -193,8 +196,9 @@ class Seer:
             self._in_op = time.perf_counter() - began
         if call is not None:
             self._results.put_down(result, written, None, call, None)
-            if what.plain and self._gate is not None and self._gate.keep(number):
-                self._forms.keep(call)
+            form = self._gate.keep(number) if what.plain and self._gate is not None else 0
+            if form:
+                self._forms.keep(form, call)
         elif written:
             self._results.put_down_writes(written, None)
         return result
