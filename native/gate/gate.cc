@@ -136,9 +136,8 @@ class Gate final : public PyInterpreterVTable {
     return kind == kWritten ? record(op, stack, count) : run(op, stack, count, kind);
   }
 
-  // An op that is written down; not in backward, unless that is differentiated, too.
+  // An op that is written down.
   static bool record(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count) {
-    if (!c10::GradMode::is_enabled()) return false;
     const std::int64_t number = next_number.load(std::memory_order_relaxed);
     const c10::IValue* const first = stack->data() + (stack->size() - count);
     std::shared_ptr<const Form> form;
@@ -242,7 +241,7 @@ class Gate final : public PyInterpreterVTable {
     const auto found = kinds.find(op);
     if (found == kinds.end()) return kUnknown;
     if (found->second == kWriter && !writes_pass.load(std::memory_order_relaxed)) return kUnknown;
-    if (found->second != kView) {
+    if (found->second != kView && c10::GradMode::is_enabled()) {
       const auto number =
           static_cast<std::uint64_t>(next_number.load(std::memory_order_relaxed));
       const std::size_t word = number / 64;
@@ -277,9 +276,10 @@ class Gate final : public PyInterpreterVTable {
     return true;
   }
 
-  // Ops that fail have a number, too: the program may go on after them.
+  // Ops that fail have a number, too: the program may go on after them. Without gradients, as in
+  // backward and in optimizers, nothing is written down, and nothing has a number.
   static void count_one(Kind kind) {
-    if (kind != kView) next_number.fetch_add(1, std::memory_order_relaxed);
+    if (kind != kView && c10::GradMode::is_enabled()) next_number.fetch_add(1, std::memory_order_relaxed);
     passed.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -362,7 +362,7 @@ int lowtide_gate_know(const char* name, const char* overload, int kind) {
   return 1;
 }
 
-// The number of the next op that makes or writes something.
+// The number of the next op that makes or writes something where there are gradients.
 void lowtide_gate_count_from(std::int64_t number) { next_number.store(number); }
 std::int64_t lowtide_gate_number() { return next_number.load(); }
 std::int64_t lowtide_gate_take_number() { return next_number.fetch_add(1); }

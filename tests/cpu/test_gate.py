@@ -28,8 +28,8 @@ def seeing(gate: Gate, written_down: frozenset[int] = frozenset()) -> Iterator[l
     seen: list[str] = []
 
     def see(func: Any, _what: Any, args: Any, kwargs: Any) -> Any:
-        number = gate.take_number() if gate.is_open else -1
-        seen.append(f"{func}" if number < 0 else f"{number} {func}")
+        if torch.is_grad_enabled():  # others have no number
+            seen.append(f"{gate.take_number()} {func}" if gate.is_open else f"{func}")
         return func(*args, **kwargs)
 
     mode = SeeingMode(see)
@@ -48,7 +48,8 @@ def seeing(gate: Gate, written_down: frozenset[int] = frozenset()) -> Iterator[l
 def work() -> torch.Tensor:
     torch.manual_seed(0)
     weight = torch.ones(4, 4, requires_grad=True)
-    hidden = torch.nn.functional.dropout((weight @ weight).t().tanh(), 0.5)
+    hidden = (weight @ weight).t().tanh().sin().cos().exp().neg().abs()
+    hidden = torch.nn.functional.dropout(hidden, 0.5)
     hidden.add_(1)
     (hidden * weight).sum().backward()
     assert weight.grad is not None

@@ -77,6 +77,26 @@ def test_what_looks_the_same_is_made_again_from_what_was_told_of_it(
 
 
 @pytest.mark.usefixtures("unguarded")
+def test_ops_without_gradients_between_steps_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where averages of weights are kept, or something is logged, every so many steps."""
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
+    job = JOBS["mlp"]()
+    budget = int(0.6 * max(plain("mlp").peaks))
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for number in range(STEPS + 6):
+            job.step()
+            if number % 3 == 2:
+                with torch.no_grad():
+                    for parameter in job.model.parameters():
+                        parameter.mul_(1.0).add(1.0)
+        room = planned_of(tide).room
+        assert room.lax and room.counts["dropped"]
+        assert room.counts["not dropped"] == 0
+
+
+@pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_what_is_to_be_dropped_is_written_down_however_it_went_before(
     seed: int, monkeypatch: pytest.MonkeyPatch

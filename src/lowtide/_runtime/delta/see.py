@@ -36,7 +36,7 @@ class Seer:
         self._results = Results(ledger, costs)
         self._forms = Forms(ledger)
         self.ops = 0  # so far
-        self._at = 0  # ... of this step, without those of optimizers
+        self._at = 0  # ... of this step, where there are gradients
         self._load_gate = gate
         self._wants_gate = True  # nobody has asked for it yet
         self._gate: Gate | None = None
@@ -58,8 +58,11 @@ class Seer:
         """Run an op of the program that makes or writes bytes."""
         self.ops += 1
         self.ledger.now += 1
-        at = self._take_number()
-        number = at if self.recorded is None or at in self.recorded else -1
+        number = -1
+        if torch.is_grad_enabled():  # others are not repeated, so it does not matter how many
+            number = self._take_number()
+            if self.recorded is not None and number not in self.recorded:
+                number = -1
         if self.observe is not None:
             self._captured = -1
             run = partial(self._see, func, what, args, kwargs, number)
@@ -139,7 +142,7 @@ class Seer:
         number: int,
     ) -> Call | None:
         """As the `number`-th of its step. Not in backward, unless that is differentiated, too."""
-        if number < 0 or not torch.is_grad_enabled():
+        if number < 0:
             return None
         call = self._captor.capture(func, what, args, kwargs)
         if call is not None:
