@@ -67,7 +67,9 @@ using Form = lowtide::Form;
 std::shared_mutex guard;  // of the tables below, and the id
 auto& kinds = *new std::unordered_map<c10::OperatorHandle, Kind>;
 auto& written_down = *new std::vector<std::uint64_t>;  // a bit for each op of a step
-auto& forms = *new std::unordered_map<std::int64_t, std::shared_ptr<const Form>>;  // by its number
+// By the op's number, the latest last: steps of several kinds may take turns.
+auto& forms = *new std::unordered_map<std::int64_t, std::vector<std::shared_ptr<const Form>>>;
+constexpr std::size_t kMostForms = 8;  // of one number
 
 struct Offer {
   std::int64_t number = -1;
@@ -140,13 +142,8 @@ class Gate final : public PyInterpreterVTable {
   static bool record(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count) {
     const std::int64_t number = next_number.load(std::memory_order_relaxed);
     const c10::IValue* const first = stack->data() + (stack->size() - count);
-    std::shared_ptr<const Form> form;
-    {
-      std::shared_lock lock(guard);
-      const auto found = forms.find(number);
-      if (found != forms.end()) form = found->second;
-    }
-    if (form == nullptr || !(form->op() == op) || !form->fits(first, count)) {
+    const std::shared_ptr<const Form> form = form_of(op, number, first, count);
+    if (form == nullptr) {
       offer = {number, Form::of(op, first, count)};
       return false;
     }
@@ -154,6 +151,16 @@ class Gate final : public PyInterpreterVTable {
     if (!run(op, stack, count, kPlain)) return false;
     tell(*form, number, given, *stack, op.schema().returns().size());
     return true;
+  }
+
+  static std::shared_ptr<const Form> form_of(const c10::OperatorHandle& op, std::int64_t number,
+                                             const c10::IValue* given, std::size_t count) {
+    std::shared_lock lock(guard);
+    const auto found = forms.find(number);
+    if (found == forms.end()) return nullptr;
+    for (auto form = found->second.rbegin(); form != found->second.rend(); ++form)
+      if ((*form)->op() == op && (*form)->fits(given, count)) return *form;
+    return nullptr;
   }
 
   // Which storages were read, and which may have been made: with their place among the results.
@@ -339,7 +346,9 @@ std::int64_t lowtide_gate_keep(std::int64_t number) {
   offer = {};
   std::unique_lock lock(guard);
   form->id = ++last_form;
-  forms[number] = std::move(form);
+  auto& known = forms[number];
+  if (known.size() == kMostForms) known.erase(known.begin());
+  known.push_back(std::move(form));
   return last_form;
 }
 

@@ -13,15 +13,22 @@ class Giver:
     """Of memory in pages."""
 
     can: bool = True
-    free: int = 1 << 20
+    free: int = 100  # pages of 10 bytes
+    cached: int = 0  # ... that come free when the cache is given back
     asked: list[int] = field(default_factory=list)
 
     def use_pages(self, device: int) -> bool:
         self.asked.append(device)
         return self.can
 
-    def free_bytes(self, device: int) -> int:
+    def free_pages(self, device: int) -> int:
         return self.free
+
+    def pages_of(self, count: int) -> int:
+        return -(-count // 10) + 1
+
+    def flush(self) -> None:
+        self.free, self.cached = self.free + self.cached, 0
 
 
 @pytest.fixture
@@ -46,11 +53,16 @@ def test_pages_are_asked_for_once_if_they_can_be_had(held: Cap) -> None:
     assert giver.asked == [0, 0]
 
 
-def test_what_pages_could_give_is_known_without_trying(held: Cap) -> None:
+def test_what_pages_could_give_is_known_without_trying(
+    held: Cap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     giver = Giver()
+    monkeypatch.setattr(torch.cuda, "empty_cache", giver.flush)
     held.use_pages(giver)
-    assert held.could_give(giver.free // 2, giver.free // 2)
-    assert not held.could_give(giver.free // 2, giver.free // 2 + 1)
+    assert held.could_give(490, 490)  # and a page each for where they begin and end
+    assert not held.could_give(490, 491)
+    giver.cached = 1
+    assert held.could_give(490, 491)
     held.clear(1 << 40)  # there is nothing to give back
 
 

@@ -138,6 +138,19 @@ def test_any_other_form_is_seen(what: str, watched: Watched) -> None:
     assert not watched.step(other)[0]
 
 
+def test_several_forms_of_one_number_are_known_but_not_too_many(watched: Watched) -> None:
+    """Steps of several kinds may take turns."""
+    watched.gate.close()
+    WIDE.exp()
+    rows = [WIDE[:count] for count in range(1, 9)] + [WIDE[:, :4]]
+    for given in rows[:8] * 2:
+        watched.step(given.exp)
+    assert all(not watched.step(given.exp)[0] for given in rows[:8])
+    watched.step(rows[8].exp)
+    assert watched.step(rows[0].exp)[0], "the oldest one should be gone"
+    assert not watched.step(rows[8].exp)[0]
+
+
 def test_a_form_belongs_to_the_op_that_was_seen_by_its_number(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

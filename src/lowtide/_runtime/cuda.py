@@ -20,6 +20,7 @@ from lowtide._runtime.storages import graphs_exist, movable_storages
 from lowtide._runtime.torch_build import build_pool
 from lowtide._runtime.workspaces import make_workspaces
 
+_PAGE = 2 << 20
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
 _MOST_TIDIED = 3  # times in a fit, a device
 _PARKED = 0.5  # of the main memory that is free, at most, for what waits there
@@ -145,11 +146,14 @@ class CudaPlace:
         outside = torch.cuda.memory_reserved(device) - self.core.count(device).page_bytes
         return max(0, _limit(device) - outside)
 
-    def free_bytes(self, device: int) -> int:
-        """In pages, and those that there may still be."""
+    def free_pages(self, device: int) -> int:
+        """Those that are free, and those that there may still be."""
         more = self.page_room(device) - self.core.count(device).page_bytes
-        cached = int(self._library.lowtide_torch_cached(device))
-        return self.core.free_pages(device) + more + cached
+        return (self.core.free_pages(device) + max(0, more)) // _PAGE
+
+    def pages_of(self, count: int) -> int:
+        """That a block of so many bytes may need: some lie across a page's end."""
+        return -(-count // _PAGE) + 1
 
     def _set_arena_parked(self, lane: int, size: int, device: int, left: Mapping[int, int]) -> bool:
         """With what lies in the way in main memory meanwhile.

@@ -19,8 +19,11 @@ class Giver(Protocol):
     def use_pages(self, device: int) -> bool:
         """Whether it does, from now on, within PyTorch's limit."""
 
-    def free_bytes(self, device: int) -> int:
-        """What is free in pages, and those that there may still be."""
+    def free_pages(self, device: int) -> int:
+        """Those that are free, and those that there may still be."""
+
+    def pages_of(self, count: int) -> int:
+        """That a block of so many bytes may need."""
 
 
 class Cap:
@@ -104,7 +107,11 @@ class Cap:
         if self._before is None:
             return True
         if self._giver is not None:
-            return self._giver.free_bytes(self._index) >= sum(counts)
+            wanted = sum(map(self._giver.pages_of, counts))
+            if self._giver.free_pages(self._index) >= wanted:
+                return True
+            torch.cuda.empty_cache()  # what is cached beside them could be pages
+            return self._giver.free_pages(self._index) >= wanted
         failures, had = _failures, []
         try:
             for count in counts:

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call, Source, Value
 
+_MOST = 8  # forms of ops with one number: steps of several kinds may take turns
 _Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
 
@@ -33,12 +34,14 @@ class Forms:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._forms: dict[int, _Form] = {}
-        self._last: dict[int, int] = {}  # by the number of an op in its step
+        self._kept: dict[int, list[int]] = {}  # by the number of an op in its step
 
     def keep(self, form: int, call: Call) -> None:
-        """An op that looks like that is known from now on, by that id; not as it looked before."""
-        self._forms.pop(self._last.get(call.number, 0), None)
-        self._last[call.number] = form
+        """An op that looks like that is known from now on, by that id."""
+        kept = self._kept.setdefault(call.number, [])
+        kept.append(form)
+        if len(kept) > _MOST:  # nor does the gate know more
+            self._forms.pop(kept.pop(0), None)
         looks = [(one.dtype, one.size, one.stride, one.offset) for one in call.sources]
         self._forms[form] = _Form(
             call.func, call.args, call.kwargs, call.key, call.cost, call.device, looks
