@@ -25,15 +25,15 @@ class Trust:
         self.wrong: set[Any] = set()
         self._known: set[Any] = set()  # places in a step where nothing new is to be found
 
-    def reliable(self, value: Value) -> Recipe | None:
-        """How to make it again, if that can be relied on."""
+    def reliable(self, value: Value, *, check: bool = False) -> Recipe | None:
+        """How to make it again, if that can be relied on; `check`: compared now, if need be."""
         room = self._room
         if value.spoilt or value.call is None or room.budget is None or room.blind:
             return None
         recipe = find_recipe(value)
         if recipe is None or self._verify == "never" or recipe.key in self._right:
             return recipe
-        return None
+        return recipe if check and self._check(value, recipe) else None
 
     def consider(self, value: Value, number: int) -> None:
         """The first time something of this kind is saved: does its recipe make just that?"""
@@ -57,13 +57,7 @@ class Trust:
 
     def surely(self, value: Value) -> Recipe | None:
         """`reliable`, with a comparison now if there was none: its sources may be others by now."""
-        room = self._room
-        if value.spoilt or value.call is None or room.budget is None or room.blind:
-            return None
-        recipe = find_recipe(value)
-        if recipe is None or self._verify == "never" or recipe.key in self._right:
-            return recipe
-        return recipe if self._check(value, recipe) else None
+        return self.reliable(value, check=True)
 
     def _check(self, value: Value, recipe: Recipe) -> bool:
         """Whether it makes just that; False also if there is no room to find out."""

@@ -131,7 +131,7 @@ class Saved:
     def pack(self, tensor: torch.Tensor) -> Handle:
         """A tensor is saved: as it is, on a cell if it is worth moving.
 
-        Some hundreds of times in every forward, which no GPU waits for: hence few calls.
+        Some hundreds of times in every forward, and the GPU waits for it: hence few calls.
         """
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
         alias = tensor
