@@ -286,7 +286,8 @@ class Gate final : public PyInterpreterVTable {
   // Ops that fail have a number, too: the program may go on after them. Without gradients, as in
   // backward and in optimizers, nothing is written down, and nothing has a number.
   static void count_one(Kind kind) {
-    if (kind != kView && c10::GradMode::is_enabled()) next_number.fetch_add(1, std::memory_order_relaxed);
+    if (kind != kView && c10::GradMode::is_enabled())
+      next_number.fetch_add(1, std::memory_order_relaxed);
     passed.fetch_add(1, std::memory_order_relaxed);
   }
 

@@ -26,8 +26,8 @@ class Watched:
     def _see(self, func: Any, _what: Any, args: Any, kwargs: Any) -> Any:
         counts = self.gate.is_open and torch.is_grad_enabled()
         number = self.gate.take_number() if counts else -1
-        result = func(*args, **kwargs)
         self.seen.append(str(func))
+        result = func(*args, **kwargs)
         if number >= 0:
             self.gate.keep(number)
         return result
@@ -208,3 +208,21 @@ def test_ops_that_write_pass_only_as_long_as_they_may(watched: Watched) -> None:
     work()
     assert watched.seen == ["aten.add_.Tensor", "aten._foreach_add_.List", "aten.copy_.default"]
     assert torch.equal(rows, torch.full((4,), 9.0))
+
+
+def test_an_op_that_writes_and_runs_out_of_memory_is_not_run_again(watched: Watched) -> None:
+    """It may have written a part: twice would be other numbers."""
+    rows, one = torch.zeros(4), torch.zeros(1, dtype=torch.long)
+
+    def work(count: int) -> None:
+        with torch.no_grad():
+            rows.index_add_(0, one.expand(count), torch.ones(1).expand(count))
+
+    watched.gate.close()
+    work(1)
+    watched.gate.open(watched._mode, frozenset())
+    watched.gate.let_write(True)
+    watched.seen = []
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        work(1 << 50)
+    assert not [name for name in watched.seen if "index_add_" in name]
