@@ -159,7 +159,10 @@ def test_a_library_that_says_anything_else_for_want_of_memory_runs_again() -> No
     assert find_difference(found, plain("unet").result) is None
 
 
-def test_what_a_library_takes_inside_is_had_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chooses", [True, False])  # what it chose to take, it takes ever after
+def test_what_a_library_takes_inside_is_had_first(
+    chooses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the allocator's own blocks: values leave until it could give them, or none is left."""
     wish = 1 << 16
     inside = Costs.inside
@@ -168,7 +171,7 @@ def test_what_a_library_takes_inside_is_had_first(monkeypatch: pytest.MonkeyPatc
         return wish if "convolution" in name else inside(costs, key, name, args)
 
     monkeypatch.setattr(Costs, "inside", some)
-    monkeypatch.setattr(Costs, "chooses", lambda _costs, key: key is not None)
+    monkeypatch.setattr(Costs, "chooses", lambda _costs, key: chooses and key is not None)
     budget = budget_of("unet")
     job = JOBS["unet"]()
     asked: list[tuple[int, ...]] = []

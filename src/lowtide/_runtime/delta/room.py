@@ -105,6 +105,7 @@ class Room:
             self.make(need, name, wish=wish)
             if first:
                 self.clear(need + wish)
+            if wish:
                 self._assure(need, wish)
         while True:
             failures = self.failures()

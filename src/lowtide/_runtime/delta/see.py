@@ -228,7 +228,7 @@ class Seer:
         wish = self._costs.inside(key, what.facts.name, args)
         taken = self._costs.taken() if self._costs.looks(key) else None
         first = wish > 0 and self._costs.chooses(key)
-        hurried = not (timed or sampled or first or what.facts.may_be_random)
+        hurried = not (timed or sampled or wish or what.facts.may_be_random)
         if not hurried or not self.room.enough(need + wish):
             work = self._work(func, args, kwargs, key if timed else None, sampled)
             state = self._state_before(call) if what.facts.may_be_random else None
