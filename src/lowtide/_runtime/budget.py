@@ -36,6 +36,7 @@ from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
+from lowtide._runtime.delta.native_saves import load_saves
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.holdings import device_of, parameters, persistent, trained
 from lowtide._runtime.swap.driver import Driver
@@ -133,6 +134,7 @@ class Budgeted:
             lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
             Planned(self._plan_tide, self._tell) if self._policy == TIDE else None,
             lambda: load_gate(self._tell),
+            lambda: load_saves(self._tell),
         )
         self._saved.watch(self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
         self._dynamic.start(self._saved, self._given)

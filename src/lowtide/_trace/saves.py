@@ -52,7 +52,7 @@ class SavedTensors:
 
     def install(self, undo: ExitStack) -> None:
         """Start watching; `undo` stops it. Graphs that outlive the recording keep working."""
-        install_hooks(self._pack, self._unpack, undo)
+        install_hooks((self._pack, self._unpack), undo)
 
     def is_unpacking(self, tensor: torch.Tensor) -> bool:
         """Whether a `detach` of `tensor` now is the engine's handling of a hook's result.
@@ -107,36 +107,55 @@ class SavedTensors:
         return packed.tensor
 
 
-def install_hooks(
-    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], undo: ExitStack
-) -> bool:
-    """Saved-tensor hooks until `undo`. False: others are there, and only one pair is ever asked.
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack and unpack
+
+
+class InstalledHooks:
+    """Saved-tensor hooks until `undo`.
 
     `torch.func` refuses to run under saved-tensor hooks, so these leave for as long.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return False
-    undo.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-    graph = torch.autograd.graph
-    disable: _Disable = getattr(graph, _DISABLE)
 
-    @contextmanager
-    def disable_without_ours(message: str) -> Iterator[None]:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top != (pack, unpack):
-            with disable(message):  # the script's own hooks: let PyTorch judge them
-                yield
-            return
+    def __init__(self, hooks: Hooks, undo: ExitStack) -> None:
+        self._hooks = hooks
+        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+        graph = torch.autograd.graph
+        disable: _Disable = getattr(graph, _DISABLE)
+
+        @contextmanager
+        def disable_without_ours(message: str) -> Iterator[None]:
+            if not self._are_on_top():
+                with disable(message):  # the script's own hooks: let PyTorch judge them
+                    yield
+                return
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            try:
+                with disable(message):
+                    yield
+            finally:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+        undo.callback(setattr, graph, _DISABLE, disable)
+        setattr(graph, _DISABLE, disable_without_ours)
+
+    def _are_on_top(self) -> bool:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) == self._hooks
+
+    def exchange(self, hooks: Hooks) -> bool:
+        """Others in their place. False: not now, or not in this thread."""
+        if not self._are_on_top():
+            return False
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            with disable(message):
-                yield
-        finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(*top)
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        self._hooks = hooks
+        return True
 
-    undo.callback(setattr, graph, _DISABLE, disable)
-    setattr(graph, _DISABLE, disable_without_ours)
-    return True
+
+def install_hooks(hooks: Hooks, undo: ExitStack) -> InstalledHooks | None:
+    """Until `undo`. None: others are there, and only one pair is ever asked."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    return InstalledHooks(hooks, undo)
 
 
 def origin_of(tensor: torch.Tensor) -> tuple[int, str] | None:

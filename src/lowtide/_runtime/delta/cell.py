@@ -45,6 +45,7 @@ class DeltaCell(Cell):
         "_keeper",
         "bounces",
         "last",
+        "needed",
         "pinned",
         "sources",
         "value",
@@ -55,6 +56,7 @@ class DeltaCell(Cell):
         self._keeper = keeper
         self.bounces = 0
         self.last = keeper.ledger.now  # when it was last used, counted in ops
+        self.needed = False  # something that was dropped, or may be, is made from it
         self.pinned = 0  # by those who are about to read it
         self.sources: list[Value] = []
         self._digest = 0
@@ -183,3 +185,13 @@ class DeltaCell(Cell):
             self.pinned -= 1
         self._keeper.ledger.away -= self.bytes
         self._keeper.ledger.resized(self.storage)
+
+
+def plain_saves(cells: Sequence[DeltaCell | None], moved: frozenset[int]) -> frozenset[int]:
+    """Of the saves of a step, which lay on these cells: those that neither move nor are needed."""
+    moving = {id(cells[number]) for number in moved if number < len(cells)}
+    return frozenset(
+        number
+        for number, cell in enumerate(cells)
+        if cell is None or (id(cell) not in moving and not cell.needed)
+    )

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 
 import torch
 from torch.optim import Optimizer
@@ -17,20 +17,20 @@ from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.native_saves import NativeSaves
+from lowtide._runtime.delta.plain import Plain
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.delta.replay import Replayer
-from lowtide._runtime.delta.room import PUBLISHED, Room
+from lowtide._runtime.delta.room import Room
 from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
-from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import is_calm, is_free
-from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier
 from lowtide._units import format_bytes
 
-_AHEAD = 8  # cells that may be on their way back before backward asks for them
 _MOST_STEPS = 1000
 
 
@@ -47,6 +47,7 @@ class Dynamic:
         idle: Callable[[Keeper], IdleState],
         planned: Planned | None = None,
         gate: Callable[[], Gate | None] = lambda: None,
+        saves: Callable[[], NativeSaves | None] = lambda: None,
     ) -> None:
         self.digests = verify == "always"
         self.ledger = Ledger(device)
@@ -78,18 +79,19 @@ class Dynamic:
         self._was_lax = False  # at some time in this step
         self._at_step: int | None = None  # the next op's number when one stepped, without closure
         self._unseen = Unseen(self.ledger, self.room, self.seer)
+        self._plain = Plain(self.room, self._tally, planned, saves)
         self._garbage = Garbage()
         self.has_trained = False
-        self._at: dict[int, int] = {}  # the place of each cell in their row
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
         self.plain_peak = 0
         self.steps = 0
 
     # Its life.
 
-    def start(self, lock: AbstractContextManager[None], optimizers: Sequence[Optimizer]) -> None:
+    def start(self, saved: Saved, optimizers: Sequence[Optimizer]) -> None:
         """See ops from now on."""
-        self.room.lock = lock
+        self.room.lock = saved
+        self._plain.start(saved)
         for optimizer in optimizers:
             self.idle.optimizers.know(optimizer)
         if self.ledger.device.type == "cuda":
@@ -128,6 +130,7 @@ class Dynamic:
     def stop(self) -> None:
         """See no op any more, and hold nothing back."""
         self.room.budget = None
+        self._plain.stop()
         self._unseen.forget()
         self._garbage.collect_as_before()
         self._pop()
@@ -140,7 +143,6 @@ class Dynamic:
         """Refer to nothing of the program's any more."""
         self.idle.optimizers.forget()
         self.room.forget()
-        self._at.clear()
         self.ledger.new_graphs()
 
     def mark(self) -> None:
@@ -157,9 +159,7 @@ class Dynamic:
         if self.planned is not None:
             self.planned.begin(self._tally.saves, watched=self._mode is not None)
         self._tally.begin()
-        self.room.cells = [cell for cell in self.room.cells if cell.wanted()]
-        self.room.forget_order()
-        self._at = {id(cell): i for i, cell in enumerate(self.room.cells)}
+        self.room.keep_wanted()
         self.ledger.new_graphs()
         if self._mode is not None and self.ledger.device.type == "cuda":
             self.ledger.count_unseen()
@@ -169,6 +169,8 @@ class Dynamic:
             self.idle.mark(by_plan=self.planned is not None and self.planned.mode is Mode.PLANNED)
             if self.planned is not None:
                 self._begin_planned(self.planned)
+        else:
+            self._plain.go_loose()
 
     def _end_planned(self, planned: Planned) -> None:
         """What was traced was traced below this mode, which leaves for a moment."""
@@ -194,6 +196,8 @@ class Dynamic:
                     self.seer.observe = planned.trace().see
             finally:
                 self._enter()
+        if planned.is_settled():
+            self._plain.prepare()
         planned.begun()
 
     def _write_down(self, ops: frozenset[int] | None) -> None:
@@ -205,6 +209,8 @@ class Dynamic:
         self.seer.recorded = ops
         if ops is not None:
             self._garbage.collect_less()
+        else:
+            self._plain.adopt()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
         self._was_lax = self._was_lax or self.room.lax
         self.seer.tend_gate(self._mode)
@@ -254,12 +260,12 @@ class Dynamic:
     def make_cell(self, storage: torch.UntypedStorage, tier: Tier) -> DeltaCell:
         """For a storage that is saved for the first time."""
         cell = DeltaCell(storage, tier, self)
-        self._at[id(cell)] = len(self.room.cells)
-        self.room.cells.append(cell)
+        self.room.add(cell)
         return cell
 
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
+        self._plain.halt()
         if self._unseen.now:
             self._see_again()
         planned = self.planned
@@ -292,6 +298,7 @@ class Dynamic:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""
+        self._plain.halt()
         self._begin_own(anew=True)
         if self.planned is not None and self._mode is not None:
             self.planned.unpacking(handle)
@@ -301,14 +308,7 @@ class Dynamic:
         cell.last = self.ledger.now
         if self.planned is not None and self.planned.following.agrees:
             return
-        at = self._at.get(id(cell))
-        if at is None or self.room.budget is None or self.room.policy == PUBLISHED:
-            return
-        for other in reversed(self.room.cells[max(0, at - _AHEAD) : at]):
-            if other.state is State.AWAY and other.handles:
-                if not self.room.has(other.bytes + self.seer.largest + cell.bytes):
-                    return
-                other.fetch()
+        self.room.fetch_before(cell, self.seer.largest)
 
     def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Backward gets it."""
@@ -342,13 +342,15 @@ class Dynamic:
         if unseen and whole and not self.ledger.away:  # a plan may have dropped just now
             self._unseen.begin()
             self._leave()
+        self._plain.halt()  # what comes next ends that
 
     def _piece(self, code: int) -> None:
-        if self.planned is not None and self._mode is not None:
-            self.planned.event(code)
+        if self._mode is not None:
+            self._plain.happened(code)
 
     def _see_again(self) -> None:
-        """Ops, after an optimizer's step or what has become of it."""
+        """All that happens, after an optimizer's step or what has become of it."""
+        self._plain.halt()
         if self._unseen.now and is_calm():
             if self._mode is None:
                 self._enter()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
-from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.cell import DeltaCell, plain_saves
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.modes import Mode
@@ -41,8 +41,7 @@ _PATIENCE = 2  # steps after a traced one before another may be; doubles each ti
 _NEVER = 1 << 62
 _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
-_MOST_TROUBLE = 3  # ... that took more, until all of them are seen as a whole
-_MOST_REPLANS = 3  # of a step that holds more than its plan says
+_MOST_TROUBLE = _MOST_REPLANS = 3  # ... that took more, until all are; that hold more than planned
 _SHORT, _OFTEN = 6, 10  # steps by a plan in a row that are short of memory; times in one; until ...
 _LESS = 0.03  # ... it is so much of the budget lower
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
@@ -62,6 +61,7 @@ class Planned:
     ) -> None:
         self._plan = plan
         self._tell = tell
+        self.resume: Callable[[], None] = lambda: None  # an event was as planned
         self._began = time.perf_counter()
         self.following = Follower(self._do)
         self.observer: Observer | None = None
@@ -71,11 +71,11 @@ class Planned:
         self.steps: Counter[Mode] = Counter()
         self._next_trace = _FIRST
         self._patience = _PATIENCE
-        self._before = 0  # tensors saved in all steps before this one
+        self.before = 0  # tensors saved in all steps before this one
         self._ended: Script | None = None  # by which the last planned step went
-        self._trouble = 0  # drops that had been refused when this step began
-        self._failures = 0  # ... and how often memory had been short
+        self._trouble = self._failures = 0  # drops refused, and memory short, when it began
         self.planned_anew = False  # steps go by another plan than memory is laid out for
+        self._cells: list[DeltaCell | None] = []  # of this step's saves, if it is seen as a whole
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
 
@@ -159,10 +159,10 @@ class Planned:
         self._stray = observer
 
     def _give_up(self) -> None:
+        self.write_down(None)
         self.following.codes.clear()
         self.following.depart()
         self._let_go()
-        self.write_down(None)
         self.mode = Mode.DYNAMIC
         observer, self.observer = self.observer, None
         if observer is not None:
@@ -196,8 +196,9 @@ class Planned:
         """A step has ended, in which so many tensors were saved, and another begins."""
         self.modes.append(self.mode)
         self.steps[self.mode] += 1
-        self._before += saves
+        self.before += saves
         self._began = time.perf_counter()
+        self._cells = []
         self._let_go()
         if not watched:
             self.mode = Mode.LOOSE
@@ -248,6 +249,7 @@ class Planned:
                 script.trouble += 1
         elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
             script.recorded = frozenset(self.room.calls) | frozenset(script.holds)
+            script.plain = plain_saves(self._cells, self.following.moved)
 
     def is_settled(self) -> bool:
         """Whether steps go by a plan as they are going to from now on."""
@@ -271,10 +273,12 @@ class Planned:
 
     def packed(self, handle: Handle, number: int, value: Value | None) -> None:
         """A tensor was saved, as the `number`-th of this step; it shows that value, if known."""
-        handle.number = self._before + number
+        handle.number = self.before + number
         if self.observer is not None:
             self.observer.packed(handle, number)
         cell, following = handle.cell, self.following
+        if not self.room.lax:  # it is seen as a whole
+            self._cells.append(cell if isinstance(cell, DeltaCell) else None)
         if cell is not None and number in following.moved:
             following.wanted[number] = cell
         if value is not None and value.call is not None and value.call.number in self.holds.wanted:
@@ -283,7 +287,7 @@ class Planned:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: it is too late to drop it."""
-        number = handle.number - self._before
+        number = handle.number - self.before
         self.following.expire(number)
         self.event(ASKED + number)
 
@@ -340,6 +344,7 @@ class Planned:
                 following.act(script.actions[at])
             if at in script.reruns or at in script.lets_go:
                 self._go_on(at)
+            self.resume()
             return
         if at >= _LONGEST:  # nobody ends this step: it is none
             self._give_up()

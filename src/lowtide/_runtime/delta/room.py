@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ _WAITED = 2.0  # copies of a swap that are waited for: short of memory, hardly a
 _MOST_WISHED, _MOST_AT_FIRST = 0.25, 0.5  # of the budget
 _PAGES = 8 << 20  # bytes that the allocator may lose where it makes one block out of two
 _FIRST_PORTION = 1 << 20
+_AHEAD = 8  # cells that may be on their way back before backward asks for them
 _ORDERED = 64  # ops: as long the order in which values go holds, but for those used since
 _ROUNDING = 1 << 11  # of a few results, up to what the allocator hands out
 PUBLISHED = "delta-as-published"
@@ -53,9 +54,11 @@ class Room:
         self.recipe_of: Callable[[Value], Recipe | None] = lambda _: None
         self.surely_of: Callable[[Value], Recipe | None] = lambda _: None
         self.spare: Callable[[], None] = lambda: None  # let go of what is held in advance
+        self.adopt: Callable[[], None] = lambda: None  # all that is saved is in `cells`, then
         self.cost_of: Callable[[Value, float], float] = lambda _value, _most: float("inf")
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
+        self._at: dict[int, int] = {}  # the place of each among them
         self.idle: IdleState | None = None  # what goes when nothing else is left
         self.clear: Callable[[int], None] = lambda _: None  # the device's allocator's cache
         self.flushes: Callable[[], int] = lambda: 0  # of it because there was no memory, so far
@@ -212,6 +215,7 @@ class Room:
 
         try:
             with self.lock:
+                self.adopt()
                 self._release_idle(enough, leaving=True)
                 for cell in () if enough() else self._in_order():
                     if cell.can_go() and cell.alone():
@@ -225,9 +229,32 @@ class Room:
             self._releasing = False
         return began - self._ledger.held
 
+    def add(self, cell: DeltaCell) -> None:
+        """One that could go."""
+        self._at[id(cell)] = len(self.cells)
+        self.cells.append(cell)
+
+    def keep_wanted(self) -> None:
+        """Of the cells; a step begins."""
+        self.cells = [cell for cell in self.cells if cell.wanted()]
+        self._at = {id(cell): i for i, cell in enumerate(self.cells)}
+        self.forget_order()
+
+    def fetch_before(self, cell: DeltaCell, spare: int) -> None:
+        """What was saved before it is asked for next: some may come back already."""
+        at = self._at.get(id(cell))
+        if at is None or self.budget is None or self.policy == PUBLISHED:
+            return
+        for other in reversed(self.cells[max(0, at - _AHEAD) : at]):
+            if other.state is State.AWAY and other.handles:
+                if not self.has(other.bytes + spare + cell.bytes):
+                    return
+                other.fetch()
+
     def forget(self) -> None:
         """Refer to nothing of the program's."""
         self.cells = []
+        self._at.clear()
         self.calls.clear()
         self.forget_order()
 
@@ -298,12 +325,17 @@ class Room:
     def note(self, cell: DeltaCell) -> None:
         """It went otherwise; what it is made by is needed where it is to be dropped."""
         recipe = self.recipe_of(cell.value) if cell.value is not None else None
-        self.know(recipe.calls if recipe is not None else ())
+        if recipe is not None:
+            self._know(recipe)
 
-    def know(self, calls: Iterable[Call]) -> None:
-        """They may have to run again."""
-        for call in calls:
+    def _know(self, recipe: Recipe) -> None:
+        """Its calls may have to run again."""
+        for call in recipe.calls:
             self.calls[call.number] = call
+        for source in recipe.sources:
+            cell = source.saved()
+            if cell is not None:
+                cell.needed = True
 
     def let_leave(self, cell: DeltaCell) -> bool:
         """Its copy below is made, or waited for: its bytes go. False: it stays."""
@@ -315,7 +347,7 @@ class Room:
 
     def _forgo(self, cell: DeltaCell, recipe: Recipe) -> None:
         cell.forgo(recipe.sources)
-        self.know(recipe.calls)
+        self._know(recipe)
         self.counts["dropped"] += 1
         self.counts["dropped bytes"] += cell.bytes
 

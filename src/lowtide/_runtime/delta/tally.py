@@ -17,16 +17,26 @@ class Tally:
         self.known_peak = 0  # what it held
         self._loose_steps = 0
         self._in_pieces = False
+        self._rows: list[tuple[int, int]] = []  # bytes of a save, and of a storage new with it
+        self.known_rows: list[tuple[int, int]] = []
 
     def save(self, count: int) -> int:
         """A tensor of so many bytes was saved, as the how-manieth."""
         self._shape = hash((self._shape, count))
+        self._rows.append((count, 0))
         self.saves += 1
         return self.saves - 1
 
     def add_storage(self, count: int) -> None:
         """It lay in a storage of so many bytes that was not saved yet."""
         self._bytes += count
+        self._rows[-1] = self._rows[-1][0], count
+
+    def go_on(self, saves: int) -> None:
+        """Up to so many in all were the same as in the step that is known."""
+        for count, new in self.known_rows[self.saves : saves]:
+            self.save(count)
+            self.add_storage(new)
 
     def more(self) -> int:
         """Bytes that this step saved beyond what is known."""
@@ -39,6 +49,7 @@ class Tally:
     def begin(self) -> None:
         """A step begins."""
         self.saves = self._bytes = self._shape = 0
+        self._rows = []
         self._in_pieces = False
 
     def is_another(self) -> bool:
@@ -50,6 +61,7 @@ class Tally:
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
         loose = loose and not self.is_another() and not self._in_pieces  # which may need more
         self._known_shape, self._known_bytes = self._shape, self._bytes
+        self.known_rows = self._rows
         self.known_peak = ledger.peak
         self._loose_steps = self._loose_steps + 1 if loose else 0
         return self._loose_steps >= _LOOSE_STEPS

@@ -13,7 +13,13 @@ from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.file_tier import is_worker
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.tier import Tier
-from lowtide._trace.saves import SaveEntry, check_version, install_hooks
+from lowtide._trace.saves import (
+    Hooks,
+    InstalledHooks,
+    SaveEntry,
+    check_version,
+    install_hooks,
+)
 from lowtide._trace.tensors import has_storage
 
 
@@ -95,7 +101,8 @@ class Saved:
         self._smallest = smallest
         self._make_cell = make_cell
         self._tiers: dict[torch.device, Tier] = {}  # those that `tier` has told of
-        self._cells: dict[int, Cell] = {}  # by the storage they hold
+        self._hooks: InstalledHooks | None = None
+        self.by_storage: dict[int, Cell] = {}
         self._lock = threading.RLock()  # backward may run in several threads
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
@@ -111,7 +118,12 @@ class Saved:
 
     def install(self, undo: ExitStack) -> bool:
         """Hook until `undo`. False: the program has hooks of its own, which stay in charge."""
-        return install_hooks(self.pack, self.unpack, undo)
+        self._hooks = install_hooks((self.pack, self.unpack), undo)
+        return self._hooks is not None
+
+    def exchange(self, hooks: Hooks) -> bool:
+        """From now on these are called, and call these here where they must. False: not now."""
+        return self._hooks is not None and self._hooks.exchange(hooks)
 
     def __enter__(self) -> None:
         """Nobody else touches a cell until `__exit__`. On every save: hence no generator."""
@@ -154,7 +166,7 @@ class Saved:
                     self._bury()
                 if dense and alias is not tensor:
                     storage = alias.untyped_storage()
-                    cell = self._cells.get(storage._cdata)
+                    cell = self.by_storage.get(storage._cdata)
                     if cell is None:
                         cell = self._cell(tensor, storage)
                     if cell is not None:
@@ -165,6 +177,26 @@ class Saved:
                     self._bury()
             finally:
                 self._depth -= 1
+        return handle
+
+    def adopt(
+        self,
+        tensor: torch.Tensor,
+        version: int,
+        origin: tuple[int, str] | None,
+        original: "weakref.ref[torch.Tensor] | None",
+        number: int,
+    ) -> Handle:
+        """One that somebody else has kept since it was saved, and told of."""
+        handle = Handle(self, tensor, version, origin)
+        handle.original, handle.number, handle.bytes = original, number, tensor.nbytes
+        with self:
+            if not (tensor.requires_grad or tensor.__dict__):  # else it is the one that was saved
+                storage = tensor.untyped_storage()
+                cell = self.by_storage.get(storage._cdata) or self._cell(tensor, storage)
+                if cell is not None:
+                    cell.handles += 1
+                    handle.cell = cell
         return handle
 
     def _cell(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Cell | None:
@@ -185,7 +217,7 @@ class Saved:
             if tier is None:
                 return None
             self._tiers[device] = tier
-        cell = self._cells[storage._cdata] = self._make_cell(storage, tier)
+        cell = self.by_storage[storage._cdata] = self._make_cell(storage, tier)
         return cell
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -223,9 +255,14 @@ class Saved:
             cell = self._gone.popleft()
             cell.handles -= 1
             if not cell.handles:
-                self._cells.pop(cell.first_key, None)
+                self.by_storage.pop(cell.first_key, None)
                 cell.drop()
 
     def cells(self) -> list[Cell]:
         """All there are."""
-        return list(self._cells.values())
+        return list(self.by_storage.values())
+
+
+def unpack(handle: Handle | torch.Tensor) -> torch.Tensor:
+    """By whoever has kept it."""
+    return handle if isinstance(handle, torch.Tensor) else handle._saved.unpack(handle)

@@ -26,6 +26,11 @@ _LAYOUT_SECONDS = 1.0
 _MOST_SECONDS = 100
 
 
+def is_request(code: int) -> bool:
+    """Whether it is that of an event at which backward asks for a save."""
+    return ASKED // 2 * 3 < code < ASKED // 2
+
+
 class Act(IntEnum):
     """In the order in which acts of one event are done."""
 
@@ -75,6 +80,7 @@ class Script:
     holds: Mapping[int, tuple[int, ...]]  # ops' numbers -> sources that are held from then on
     lets_go: Mapping[int, tuple[tuple[int, int], ...]]  # events -> those that are held no longer
     recorded: frozenset[int] | None = None  # ops that are to be written down; None: all
+    plain: frozenset[int] = frozenset()  # saves that nothing is ever to be done with
     trouble: int = 0  # steps in which those were not enough
     short: int = 0  # the last so many steps were short of memory all the same
     replans: int = 0

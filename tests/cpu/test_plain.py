@@ -1,0 +1,250 @@
+"""Saves that a plan leaves alone are kept natively, and can still be had back at any time."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tides import BUILDS, STEPS, plain, planned_of
+from tight import bits_of, find_difference, state_of
+from torch import nn
+
+import lowtide
+from lowtide._ir import Machine
+from lowtide._machine.link import line
+from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.native_saves import NativeSaves
+from lowtide._runtime.delta.planned import Planned
+
+pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
+
+SLOW = Machine("slow", 1 << 40, 1 << 40, line(0.0, 1e8), line(0.0, 1e8))
+
+
+class Row(nn.Module):
+    """A row of layers; `between` is called with what each has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.between: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = self.between(i, torch.tanh(layer(x)))
+        return x
+
+
+class Trained:
+    """The row under a budget, with steps that go by a plan."""
+
+    def __init__(self, budget: float = 0.7) -> None:
+        self.model = Row()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.rows = torch.randn(4096, 64)
+        self.budget = budget
+
+    def loss(self) -> torch.Tensor:
+        found: torch.Tensor = self.model(self.rows).square().mean()
+        return found
+
+    def step(self) -> torch.Tensor:
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def fit(self) -> lowtide.Tide:
+        return lowtide.fit(self.model, self.optimizer, budget=self.budget, policy="tide")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is swapped if it can be made again."""
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
+
+
+@contextmanager
+def by_plan(row: Trained) -> Iterator[tuple[Dynamic, NativeSaves]]:
+    """In the middle of a run that goes by a plan."""
+    with row.fit() as tide:
+        for _ in range(STEPS + 2):
+            row.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        assert dynamic.room.lax and dynamic.room.counts["dropped"]
+        native = dynamic._plain._native
+        assert native is not None
+        yield dynamic, native
+
+
+def saved_by_python(dynamic: Dynamic) -> int:
+    return sum(cell.handles for cell in dynamic.room.cells)
+
+
+def test_many_saves_are_kept_natively_and_none_is_left(slow: None) -> None:
+    row = Trained()
+    with by_plan(row) as (dynamic, native):
+        loss = row.loss()
+        assert native.kept() > 8 and saved_by_python(dynamic) > 0
+        loss.backward()
+        assert not native.kept()
+        row.optimizer.step()
+        assert planned_of_dynamic(dynamic).mode is Mode.PLANNED
+
+
+def planned_of_dynamic(dynamic: Dynamic) -> Planned:
+    assert dynamic.planned is not None
+    return dynamic.planned
+
+
+def gradients(row: Trained) -> list[torch.Tensor]:
+    """That there are, and no more afterwards."""
+    found = [p.grad for p in row.model.parameters() if p.grad is not None]
+    row.optimizer.zero_grad()
+    return found
+
+
+def test_a_step_that_departs_has_them_all_in_python(slow: None) -> None:
+    row = Trained()
+    other = torch.randn(2048, 64)
+
+    def forward() -> torch.Tensor:
+        found: torch.Tensor = row.loss() + row.model(other).sin().mean()
+        return found
+
+    with by_plan(row) as (dynamic, native):
+        loss = forward()
+        assert planned_of_dynamic(dynamic).mode is Mode.DEPARTED
+        assert not native.kept() and saved_by_python(dynamic) > 20
+        loss.backward()
+        ours = gradients(row)
+    forward().backward()
+    assert all(map(torch.equal, ours, gradients(row)))
+
+
+def test_where_memory_is_short_they_may_leave(slow: None) -> None:
+    row = Trained()
+    with by_plan(row) as (dynamic, native):
+        loss = row.loss()
+        kept, before = native.kept(), saved_by_python(dynamic)
+        dynamic.room._release(1 << 40)
+        assert kept and not native.kept() and saved_by_python(dynamic) == before + kept
+        assert sum(not cell.holds() for cell in dynamic.room.cells) > 5
+        loss.backward()
+        ours = gradients(row)
+    row.loss().backward()
+    assert all(map(torch.equal, ours, gradients(row)))
+
+
+def test_one_that_is_modified_in_place_is_told_as_ever(slow: None) -> None:
+    row = Trained()
+    made: list[torch.Tensor] = []
+
+    def spoil(i: int, x: torch.Tensor) -> torch.Tensor:
+        made.append(x)
+        if i == 7:
+            with torch.no_grad():
+                made[0].add_(1)
+        return x
+
+    def said() -> str:
+        made.clear()
+        row.model.between = spoil
+        loss = row.loss()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            loss.backward()
+        return str(caught.value)
+
+    with by_plan(row) as (_, native):
+        ours = said()
+        assert native.kept()  # backward has not come that far
+    assert ours == said()
+
+
+class Looks(torch.autograd.Function):
+    """Saves a leaf and what is none, and says whether they come back themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, marked: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, marked)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, _, marked = ctx.saved_tensors
+        Looks.found = x.requires_grad, marked, getattr(marked, "mark", "")
+        return gradients[0] * 2, None, None
+
+    found: tuple[bool, torch.Tensor, str]
+
+
+def test_what_was_saved_comes_back_itself(slow: None) -> None:
+    """Where PyTorch hands back the very tensor, with what hangs on it."""
+    row = Trained()
+    weight = row.model.layers[0].weight
+    marked = torch.ones(3)
+    marked.mark = "here"  # type: ignore[attr-defined]
+    looking: Any = Looks.apply
+    row.model.between = lambda i, x: looking(x, weight, marked) if i == 4 else x
+    with by_plan(row):
+        row.step()
+    assert Looks.found[0] and Looks.found[1] is marked and Looks.found[2] == "here"
+
+
+def test_backward_twice_and_after_the_end(slow: None) -> None:
+    row = Trained()
+    with by_plan(row) as (_, native):
+        loss = row.loss()
+        loss.backward(retain_graph=True)
+        once = gradients(row)
+        assert native.kept()
+    assert not native.kept()
+    loss.backward()
+    assert all(map(torch.equal, once, gradients(row)))
+
+
+def test_nothing_of_the_program_is_held_afterwards(slow: None) -> None:
+    row = Trained()
+    with by_plan(row):
+        row.step()
+    gone = weakref.ref(row.model)
+    del row
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "unet"])
+def test_so_are_those_of_steps_that_nobody_watches(name: str) -> None:
+    budget = int(4 * max(plain(name).peaks))
+    job = BUILDS[name]()
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        losses = [job.step() for _ in range(STEPS)]
+        assert planned_of(tide).steps[Mode.LOOSE] >= 2
+        assert dynamic._plain._native is not None
+        assert not dynamic.room.cells
+    found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
+    assert find_difference(found, plain(name).result) is None
+
+
+def test_a_step_that_saves_more_than_any_before_is_held_to_the_budget() -> None:
+    row = Trained(128 << 20)
+    with row.fit() as tide:
+        for _ in range(STEPS):
+            row.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        assert planned_of(tide).steps[Mode.LOOSE] >= 2 and dynamic._plain._native is not None
+        row.rows = torch.randn(4096 * 16, 64)
+        losses = [row.step() for _ in range(3)]
+        assert dynamic.room.counts["swapped"] + dynamic.room.counts["dropped"]
+    assert all(torch.isfinite(loss) for loss in losses)
