@@ -73,6 +73,7 @@ USES_TORCH = (
             "idle",
             "ledger",
             "mode",
+            "native_saves",
             "planned",
             "recipe",
             "record",
