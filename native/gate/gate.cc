@@ -7,14 +7,15 @@
 // runs at once, below the mode, just as Python would have run it.
 //
 // An op of interest is one that is written down (by its number in the step), that writes (unless
-// Python has said that writes do not matter now) or draws random numbers, that nobody has classified
-// yet, or that has run out of memory. Where another mode is active as well, or a tensor has a class
+// Python has said that writes do not matter now), that draws random numbers from a generator of its
+// own, that nobody has classified yet, or that has run out of memory. Where another mode is active as well, or a tensor has a class
 // with dispatching of its own, everything goes to Python.
 //
 // Of what is written down, too, most is the same in every step but for whose bytes it reads. Once
 // Python has seen such an op and kept its form, it is only told, after the op has run, which
 // storages were read and made; any other form, and the op goes to Python as a whole again.
 
+#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/SmallVector.h>
@@ -60,7 +61,7 @@ namespace {
 using namespace c10;  // as in PyTorch's header, from which the forwards are made
 using namespace c10::impl;
 
-enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2, kWriter = 3, kWritten = 4 };
+enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2, kWriter = 3, kRandom = 4, kWritten = 5 };
 using Form = lowtide::Form;
 
 // Never destroyed: ops may still run when the process ends.
@@ -135,7 +136,36 @@ class Gate final : public PyInterpreterVTable {
          ++given) {
       if (has_class_of_its_own(*given)) return false;
     }
+    if (kind == kRandom) return draw(op, stack, count);
     return kind == kWritten ? record(op, stack, count) : run(op, stack, count, kind);
+  }
+
+  // An op that draws random numbers: should it have to run again, it draws the same.
+  static bool draw(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count) {
+    std::optional<c10::Device> device;
+    const c10::IValue* const first = stack->data() + (stack->size() - count);
+    for (const c10::IValue* given = first; given != first + count; ++given) {
+      if (given->isGenerator()) return false;
+      lowtide::each_tensor(*given, [&](const at::Tensor& tensor) {
+        if (!device || device->is_cpu()) device = tensor.device();
+      });
+    }
+    if (!device) return false;
+    at::Generator generator = at::globalContext().defaultGenerator(*device);
+    const c10::impl::ExcludeDispatchKeyGuard without(python_keys());
+    at::Tensor state;
+    {
+      const std::lock_guard<std::mutex> lock(generator.mutex());
+      state = generator.get_state();
+    }
+    if (run(op, stack, count, kRandom)) return true;
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(state);
+    return false;
+  }
+
+  static c10::DispatchKeySet python_keys() {
+    return c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   }
 
   // An op that is written down.
@@ -264,8 +294,7 @@ class Gate final : public PyInterpreterVTable {
     const c10::SmallVector<c10::IValue, 12> given(first, stack->end());
     const std::size_t below = stack->size() - count;
     try {
-      const c10::impl::ExcludeDispatchKeyGuard without(c10::DispatchKeySet(
-          {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+      const c10::impl::ExcludeDispatchKeyGuard without(python_keys());
       op.callBoxed(stack);
     } catch (const c10::Error& error) {
       if (kind == kWriter || !is_out_of_memory(error)) {  // half of it may be written
@@ -362,8 +391,9 @@ void lowtide_gate_forget() {
 // Whether ops that write are of no interest either, from now on.
 void lowtide_gate_let_write(int pass) { writes_pass.store(pass != 0); }
 
-// What an op does: shows what it is given (1), makes something new (2), or writes to what it is
-// given, so that it cannot be run again if it fails (3). False: there is no such op.
+// What an op does: shows what it is given (1), makes something new (2), writes to what it is given, so
+// that it cannot be run again if it fails (3), or makes something new with random numbers (4). False:
+// there is no such op.
 int lowtide_gate_know(const char* name, const char* overload, int kind) {
   const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!found) return 0;

@@ -42,10 +42,8 @@ PyObject* PyObject_Type(PyObject*);
 PyObject* PyTuple_New(std::ptrdiff_t);
 int PyTuple_SetItem(PyObject*, std::ptrdiff_t, PyObject*);
 PyObject* PyLong_FromLongLong(long long);
-PyObject* PyLong_FromVoidPtr(void*);
 void* PyLong_AsVoidPtr(PyObject*);
 PyObject* PyUnicode_FromString(const char*);
-PyObject* PyDict_GetItem(PyObject*, PyObject*);
 std::ptrdiff_t PyDict_Size(PyObject*);
 PyObject* PyWeakref_NewRef(PyObject*, PyObject*);
 PyObject* PyCapsule_New(void*, const char*, void (*)(PyObject*));
@@ -60,7 +58,6 @@ void PyErr_Clear();
 struct Python {
   PyObject *tensor_type, *parameter_type;
   PyObject* unpack;    // called with a handle of Python's
-  PyObject* cells;     // a dict, by the address of a storage: what is in it is Python's
   PyObject* pack;
   PyObject* adopt;     // called with a plain one's tensor, version, origin, original and number
   PyObject* happened;  // called with an event's code, if something is to be done at it
@@ -142,13 +139,6 @@ bool is_plain_memory(const at::Tensor& tensor) {
       !tensor.key_set().has_any(special);
 }
 
-bool is_pythons(const at::Tensor& tensor) {
-  PyObject* const key = PyLong_FromVoidPtr(tensor.storage().unsafeGetStorageImpl());
-  const bool is = PyDict_GetItem(python.cells, key) != nullptr;
-  Py_DecRef(key);
-  return is;
-}
-
 std::int64_t version_of(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
@@ -192,7 +182,7 @@ bool happen(std::int64_t code) {
 // Whether a save of the tensor may be dealt with here.
 bool is_plain(PyObject* given, const at::Tensor& tensor) {
   return tensor.defined() && is_of_plain_type(given) && is_plain_memory(tensor) &&
-      goes_on(static_cast<std::int64_t>(tensor.nbytes())) && !is_pythons(tensor);
+      goes_on(static_cast<std::int64_t>(tensor.nbytes()));
 }
 
 // As PyTorch itself would keep it.
@@ -307,8 +297,8 @@ PyObject* lowtide_saves_hooks() {
   return both;
 }
 
-// Who does what is not done here. Python keeps them until there are others; `cells` and so on may be
-// none where nobody is at work.
+// Who does what is not done here. Python keeps them until there are others; from `pack` on they may be
+// none, where nobody is at work.
 void lowtide_saves_work_for(const Python* others) {
   running = false;
   python = *others;

@@ -1,7 +1,9 @@
 """The gate in front of a dispatch mode: which ops still reach it."""
 
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,16 @@ def gate() -> Gate:
 
 
 @contextmanager
-def seeing(gate: Gate, written_down: frozenset[int] = frozenset()) -> Iterator[list[str]]:
+def seeing(
+    gate: Gate,
+    written_down: frozenset[int] = frozenset(),
+    look: Callable[[], object] = lambda: None,
+) -> Iterator[list[str]]:
     """What a mode sees that has seen every op once, so that the gate knows them."""
     seen: list[str] = []
 
     def see(func: Any, _what: Any, args: Any, kwargs: Any) -> Any:
+        look()
         if torch.is_grad_enabled():  # others have no number
             seen.append(f"{gate.take_number()} {func}" if gate.is_open else f"{func}")
         return func(*args, **kwargs)
@@ -66,9 +73,9 @@ def test_only_ops_of_interest_are_seen_and_each_has_its_number(gate: Gate) -> No
         gate.close()
         work()
     assert torch.equal(found, expected)
-    random = [one.split()[1] for one in seen[:closed]]
-    assert set(random) >= {"aten.add_.Tensor"}
-    assert all(name.split(".")[1].endswith("_") or "dropout" in name for name in random), random
+    writing = {one.split()[1] for one in seen[:closed]}
+    assert writing >= {"aten.add_.Tensor"}
+    assert all(name.split(".")[1].endswith("_") for name in writing), writing
     everything = seen[closed:]
     assert len(everything) == numbered > 2 * closed
     assert passed > numbered - closed > 0  # views have no number
@@ -135,6 +142,37 @@ def test_an_op_that_runs_out_of_memory_is_seen(gate: Gate) -> None:
         four * four
         assert gate.number == number + 2  # what fails is counted as Python counts it
         assert len(seen) == 1
+
+
+def test_one_that_draws_random_numbers_has_drawn_none_then(gate: Gate) -> None:
+    """It may have, before it ran out of memory."""
+    states: list[torch.Tensor] = []
+    with seeing(gate, look=lambda: states.append(torch.get_rng_state())) as seen:
+        many = torch.ones(1).expand(1 << 26)
+        state = torch.get_rng_state()
+        states.clear()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + (160 << 20), before[1]))
+        try:
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                torch.native_dropout(many, 0.5, True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert [one.split()[1] for one in seen] == ["aten.native_dropout.default"]
+        assert len(states) == 1 and torch.equal(states[0], state)
+        assert not torch.equal(torch.get_rng_state(), state)  # as it does without the gate
+
+
+def test_a_generator_of_its_own_is_left_to_python(gate: Gate) -> None:
+    with seeing(gate) as seen:
+        half = torch.full((4,), 0.5)
+        torch.bernoulli(half)
+        seen.clear()
+        torch.bernoulli(half)
+        assert not seen
+        torch.bernoulli(half, generator=torch.Generator())
+        assert [one.split()[1] for one in seen] == ["aten.bernoulli.default"]
 
 
 def test_a_mode_that_is_not_its_own_is_none_of_its_business(gate: Gate) -> None:

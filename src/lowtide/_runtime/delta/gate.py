@@ -14,7 +14,7 @@ from lowtide._runtime.delta.record import Known
 from lowtide._runtime.torch_build import build_gate
 
 _WORD = 64
-_VIEW, _PLAIN, _WRITER = 1, 2, 3
+_VIEW, _PLAIN, _WRITER, _RANDOM = 1, 2, 3, 4
 
 # Told of an op: its form, its number, the storages it read, those it may have made, and their
 # places among the results.
@@ -65,6 +65,8 @@ class Gate:
             return
         self._told.add(id(func))
         kind = _VIEW if what.view else _PLAIN if what.plain else _WRITER
+        if what.draws:
+            kind = _RANDOM
         if kind != _WRITER or what.only_writes:
             name, overload = func._schema.name, func._schema.overload_name
             self._library.lowtide_gate_know(name.encode(), overload.encode(), kind)

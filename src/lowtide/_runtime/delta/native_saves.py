@@ -25,7 +25,7 @@ class _Python(ctypes.Structure):
         (name, ctypes.c_void_p)
         for name in (
             *("tensor_type", "parameter_type", "unpack"),
-            *("cells", "pack", "adopt", "happened"),
+            *("pack", "adopt", "happened"),
         )
     ]
 
@@ -42,7 +42,7 @@ class NativeSaves:
         """False: it works for another."""
         if self._whom:
             return False
-        self._whom = [saved.by_storage, saved.pack, saved.adopt, happened]
+        self._whom = [saved.pack, saved.adopt, happened]
         self._tell()
         return True
 

@@ -65,6 +65,7 @@ class Known:
     writes: bool
     retriable: bool  # it can be run again after it failed
     plain: bool  # PyTorch's own; it reads what it is given and makes something new of it, no more
+    draws: bool  # the same, but of random numbers, too
     only_writes: bool  # PyTorch's own; it changes what it is given, and draws no random numbers
 
 
@@ -97,6 +98,7 @@ def _find_out(func: OpOverload[..., Any]) -> Known:
         writes=writes,
         retriable=not facts.written or facts.overwrites,
         plain=aten and makes and not writes and not facts.may_be_random,
+        draws=aten and makes and not writes and facts.may_be_random,
         only_writes=aten
         and bool(facts.written)
         and not (facts.overwrites or facts.statistics or facts.may_be_random),

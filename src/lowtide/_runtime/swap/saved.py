@@ -102,7 +102,7 @@ class Saved:
         self._make_cell = make_cell
         self._tiers: dict[torch.device, Tier] = {}  # those that `tier` has told of
         self._hooks: InstalledHooks | None = None
-        self.by_storage: dict[int, Cell] = {}
+        self._cells: dict[int, Cell] = {}  # by the storage they hold
         self._lock = threading.RLock()  # backward may run in several threads
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
@@ -166,7 +166,7 @@ class Saved:
                     self._bury()
                 if dense and alias is not tensor:
                     storage = alias.untyped_storage()
-                    cell = self.by_storage.get(storage._cdata)
+                    cell = self._cells.get(storage._cdata)
                     if cell is None:
                         cell = self._cell(tensor, storage)
                     if cell is not None:
@@ -193,7 +193,7 @@ class Saved:
         with self:
             if not (tensor.requires_grad or tensor.__dict__):  # else it is the one that was saved
                 storage = tensor.untyped_storage()
-                cell = self.by_storage.get(storage._cdata) or self._cell(tensor, storage)
+                cell = self._cells.get(storage._cdata) or self._cell(tensor, storage)
                 if cell is not None:
                     cell.handles += 1
                     handle.cell = cell
@@ -217,7 +217,7 @@ class Saved:
             if tier is None:
                 return None
             self._tiers[device] = tier
-        cell = self.by_storage[storage._cdata] = self._make_cell(storage, tier)
+        cell = self._cells[storage._cdata] = self._make_cell(storage, tier)
         return cell
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -255,12 +255,12 @@ class Saved:
             cell = self._gone.popleft()
             cell.handles -= 1
             if not cell.handles:
-                self.by_storage.pop(cell.first_key, None)
+                self._cells.pop(cell.first_key, None)
                 cell.drop()
 
     def cells(self) -> list[Cell]:
         """All there are."""
-        return list(self.by_storage.values())
+        return list(self._cells.values())
 
 
 def unpack(handle: Handle | torch.Tensor) -> torch.Tensor:
