@@ -17,9 +17,12 @@ from lowtide._ir import Machine
 from lowtide._machine.link import line
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.modes import Mode
-from lowtide._runtime.delta.native_saves import NativeSaves
+from lowtide._runtime.delta.native_saves import EVENTFUL, PLAIN, NativeSaves
+from lowtide._runtime.delta.plain import _flags
 from lowtide._runtime.delta.planned import Planned
+from lowtide._runtime.delta.tally import Tally
 
 pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
 
@@ -105,12 +108,23 @@ def saved_by_python(dynamic: Dynamic) -> int:
 def test_many_saves_are_kept_natively_and_none_is_left(slow: None) -> None:
     row = Trained()
     with by_plan(row) as (dynamic, native):
+        before = dynamic.room.counts["dropped"]
         loss = row.loss()
         assert native.kept() > 8 and saved_by_python(dynamic) > 0
         loss.backward()
-        assert not native.kept()
+        assert not native.kept() and dynamic.room.counts["dropped"] > before
         row.optimizer.step()
-        assert planned_of_dynamic(dynamic).mode is Mode.PLANNED
+        planned = planned_of_dynamic(dynamic)
+        assert planned.mode is Mode.PLANNED
+        script = planned.following.script
+        assert script is not None
+        script.actions[5], *_ = [one for one in script.actions if one]  # something to do
+        flags = _flags(script, frozenset())
+        assert flags[5] & EVENTFUL and not flags[0] & PLAIN
+        assert [bool(flag & EVENTFUL) for flag in flags] == [
+            bool(actions or at in script.reruns or at in script.lets_go)
+            for at, actions in enumerate(script.actions)
+        ]
 
 
 def planned_of_dynamic(dynamic: Dynamic) -> Planned:
@@ -255,6 +269,22 @@ def test_so_are_those_of_steps_that_nobody_watches(name: str) -> None:
         assert not dynamic.room.cells
     found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
     assert find_difference(found, plain(name).result) is None
+
+
+def test_steps_of_which_a_part_was_not_seen_are_compared_as_a_whole() -> None:
+    tally, ledger = Tally(), Ledger(torch.device("cpu"))
+    rows = [(100, 100), (50, 0), (200, 400)]
+    for size, new in rows:
+        tally.save(size)
+        if new:
+            tally.add_storage(new)
+    tally.watched(ledger, None)
+    tally.begin()
+    tally.go_on(2)
+    assert tally.is_another() and tally.more() == -400
+    tally.save(200)
+    tally.add_storage(400)
+    assert not tally.is_another() and tally.more() == 0
 
 
 def test_a_step_that_saves_more_than_any_before_is_held_to_the_budget() -> None:

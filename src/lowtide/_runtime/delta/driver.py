@@ -210,7 +210,7 @@ class Dynamic:
         if ops is not None:
             self._garbage.collect_less()
         else:
-            self._plain.adopt()
+            self._plain.halt()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
         self._was_lax = self._was_lax or self.room.lax
         self.seer.tend_gate(self._mode)
