@@ -145,12 +145,12 @@ class Gate final : public PyInterpreterVTable {
     std::optional<c10::Device> device;
     const c10::IValue* const first = stack->data() + (stack->size() - count);
     for (const c10::IValue* given = first; given != first + count; ++given) {
-      if (given->isGenerator()) return false;
+      if (given->isGenerator() || given->isDevice()) return false;
       lowtide::each_tensor(*given, [&](const at::Tensor& tensor) {
         if (!device || device->is_cpu()) device = tensor.device();
       });
     }
-    if (!device) return false;
+    if (!device || !(device->is_cpu() || device->is_cuda())) return false;
     at::Generator generator = at::globalContext().defaultGenerator(*device);
     const c10::impl::ExcludeDispatchKeyGuard without(python_keys());
     at::Tensor state;

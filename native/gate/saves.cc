@@ -57,9 +57,12 @@ void PyErr_Clear();
 // Whom this works for.
 struct Python {
   PyObject *tensor_type, *parameter_type;
+  PyObject* check;     // called with a tensor, its version and origin, raises if it was modified
   PyObject* unpack;    // called with a handle of Python's
+  PyObject* show;      // likewise, where it has been said already that it is asked for
   PyObject* pack;
-  PyObject* adopt;     // called with a plain one's tensor, version, origin, original and number
+  PyObject* adopt;     // called with a plain one's tensor, version, origin, original, number and
+                       // whether it is the very tensor
   PyObject* happened;  // called with an event's code, if something is to be done at it
 };
 
@@ -75,6 +78,7 @@ struct Plain {
   std::int64_t number = 0;         // among all saves
   std::int64_t output = -1;        // which output of a node it is; -1: of none
   std::string node;                // ... and the node's name
+  bool itself = false;             // the tensor is the one that was saved, not one like it
   PyObject* original = nullptr;    // a weak reference to the very tensor, if that may come back
   PyObject* handle = nullptr;      // Python's
   PyObject* capsule = nullptr;     // in which it lies
@@ -117,7 +121,9 @@ bool has_attributes(PyObject* given) {
   return has;
 }
 
+// Undefined where it is of a class that may have a say.
 at::Tensor tensor_of(PyObject* given) {
+  if (!is_of_plain_type(given)) return {};
   PyObject* const address = PyObject_GetAttrString(given, "_cdata");
   if (address == nullptr) {
     PyErr_Clear();
@@ -125,6 +131,8 @@ at::Tensor tensor_of(PyObject* given) {
   }
   auto* const impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
   Py_DecRef(address);
+  if (impl == nullptr) PyErr_Clear();
+  if (impl == nullptr) return {};
   return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(impl));
 }
 
@@ -180,9 +188,9 @@ bool happen(std::int64_t code) {
 }
 
 // Whether a save of the tensor may be dealt with here.
-bool is_plain(PyObject* given, const at::Tensor& tensor) {
-  return tensor.defined() && is_of_plain_type(given) && is_plain_memory(tensor) &&
-      goes_on(static_cast<std::int64_t>(tensor.nbytes()));
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && is_plain_memory(tensor) &&
+      (python.pack == nullptr || goes_on(static_cast<std::int64_t>(tensor.nbytes())));
 }
 
 // As PyTorch itself would keep it.
@@ -191,6 +199,7 @@ std::unique_ptr<Plain> made_plain(PyObject* given, const at::Tensor& tensor) {
   const auto& node = tensor.grad_fn();
   // A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
   const bool itself = node == nullptr && (tensor.requires_grad() || has_attributes(given));
+  plain->itself = itself;
   plain->tensor = itself ? tensor : detached(tensor);
   plain->version = version_of(tensor);
   if (node != nullptr) {
@@ -205,8 +214,9 @@ std::unique_ptr<Plain> made_plain(PyObject* given, const at::Tensor& tensor) {
 PyObject* pack(PyObject*, PyObject* given) {
   std::unique_ptr<Plain> made;
   try {
-    const at::Tensor tensor = running ? tensor_of(given) : at::Tensor();
-    if (is_plain(given, tensor)) made = made_plain(given, tensor);
+    const bool may_be = running || python.pack == nullptr;
+    const at::Tensor tensor = may_be ? tensor_of(given) : at::Tensor();
+    if (is_plain(tensor)) made = made_plain(given, tensor);
   } catch (const std::exception&) {  // Python finds out what it is
     made = nullptr;
   }
@@ -217,13 +227,45 @@ PyObject* pack(PyObject*, PyObject* given) {
   if (made == nullptr) return PyObject_CallFunctionObjArgs(python.pack, given, nullptr);
   Plain* const plain = made.release();
   const auto code = static_cast<std::int64_t>(plain->tensor.nbytes());
-  plain->number = before + saves++;
+  plain->number = before + saves;
   plain->age = ++last_age;
   kept[plain->age] = plain;
   PyObject* const capsule = plain->capsule = PyCapsule_New(plain, kName, forget);
+  if (python.pack == nullptr) return capsule;
+  ++saves;
   if (happen(code)) return capsule;
   Py_DecRef(capsule);
   return nullptr;
+}
+
+PyObject* origin_of(const Plain& plain) {
+  if (plain.output < 0) return none();
+  PyObject* const origin = PyTuple_New(2);
+  PyTuple_SetItem(origin, 0, PyLong_FromLongLong(plain.output));
+  PyTuple_SetItem(origin, 1, PyUnicode_FromString(plain.node.c_str()));
+  return origin;
+}
+
+// Raises what PyTorch would have raised if it was modified in place. False: it was.
+bool is_unmodified(const Plain& plain) {
+  if (plain.version == version_of(plain.tensor)) return true;
+  PyObject* const given[] = {THPVariable_Wrap(plain.tensor), PyLong_FromLongLong(plain.version),
+                             origin_of(plain)};
+  PyObject* const said =
+      PyObject_CallFunctionObjArgs(python.check, given[0], given[1], given[2], nullptr);
+  for (PyObject* const one : given) Py_DecRef(one);
+  if (said != nullptr) Py_DecRef(said);
+  return said != nullptr;
+}
+
+// The very tensor if it is still there, or else one like it.
+PyObject* shown(const Plain& plain) {
+  if (plain.original != nullptr) {
+    PyObject* const found = PyObject_CallFunctionObjArgs(plain.original, nullptr);
+    if (found == nullptr || found != &_Py_NoneStruct) return found;
+    Py_DecRef(found);
+  }
+  return THPVariable_Wrap(plain.tensor);
 }
 
 // From now on it is Python's. The caller keeps the capsule. False: Python has raised.
@@ -232,19 +274,13 @@ bool become(Plain* plain) {
   PyObject* const tensor = THPVariable_Wrap(plain->tensor);
   PyObject* const version = PyLong_FromLongLong(plain->version);
   PyObject* const number = PyLong_FromLongLong(plain->number);
-  PyObject* origin = nullptr;
-  if (plain->output >= 0) {
-    origin = PyTuple_New(2);
-    PyTuple_SetItem(origin, 0, PyLong_FromLongLong(plain->output));
-    PyTuple_SetItem(origin, 1, PyUnicode_FromString(plain->node.c_str()));
-  } else {
-    origin = none();
-  }
+  PyObject* const origin = origin_of(*plain);
   PyObject* const original = plain->original == nullptr ? none() : plain->original;
   if (plain->original != nullptr) Py_IncRef(original);
+  PyObject* const itself = PyLong_FromLongLong(plain->itself);
   PyObject* const handle = PyObject_CallFunctionObjArgs(python.adopt, tensor, version, origin,
-                                                        original, number, nullptr);
-  for (PyObject* const one : {tensor, version, origin, original, number}) Py_DecRef(one);
+                                                        original, number, itself, nullptr);
+  for (PyObject* const one : {tensor, version, origin, original, number, itself}) Py_DecRef(one);
   if (handle == nullptr) return false;
   if (plain->handle != nullptr) {  // another thread was faster
     Py_DecRef(handle);
@@ -259,24 +295,21 @@ PyObject* unpack(PyObject*, PyObject* given) {
   if (PyCapsule_IsValid(given, kName) == 0)
     return PyObject_CallFunctionObjArgs(python.unpack, given, nullptr);
   auto* const plain = static_cast<Plain*>(PyCapsule_GetPointer(given, kName));
-  if (plain->handle == nullptr && plain->version == version_of(plain->tensor)) {
+  PyObject* hand_out = python.unpack;
+  if (plain->handle == nullptr) {
+    if (!is_unmodified(*plain)) return nullptr;
+    if (python.adopt == nullptr) return shown(*plain);
     const std::int64_t code = asked_code + plain->number - before;
     const bool counts = asks_count;
     if (running && (!counts || goes_on(code))) {
       if (counts && !happen(code)) return nullptr;
-      if (plain->handle == nullptr) {  // nobody has taken it meanwhile
-        if (plain->original != nullptr) {
-          PyObject* const found = PyObject_CallFunctionObjArgs(plain->original, nullptr);
-          if (found == nullptr || found != &_Py_NoneStruct) return found;
-          Py_DecRef(found);
-        }
-        return THPVariable_Wrap(plain->tensor);
-      }
+      if (plain->handle == nullptr) return shown(*plain);
+      hand_out = python.show;  // it was taken meanwhile, and the event has happened
     }
   }
   Py_IncRef(given);
   PyObject* const found =
-      become(plain) ? PyObject_CallFunctionObjArgs(python.unpack, plain->handle, nullptr) : nullptr;
+      become(plain) ? PyObject_CallFunctionObjArgs(hand_out, plain->handle, nullptr) : nullptr;
   Py_DecRef(given);
   return found;
 }
@@ -336,6 +369,7 @@ std::int64_t lowtide_saves_count() { return saves; }
 
 // All that is kept here becomes Python's. False: Python has raised.
 int lowtide_saves_adopt() {
+  if (python.adopt == nullptr) return 1;
   std::int64_t age = 0;
   for (auto next = kept.upper_bound(age); next != kept.end(); next = kept.upper_bound(age)) {
     age = next->first;

@@ -166,6 +166,18 @@ def test_one_that_draws_random_numbers_has_drawn_none_then(gate: Gate) -> None:
         assert not torch.equal(torch.get_rng_state(), state)  # as it does without the gate
 
 
+def test_devices_without_random_numbers_are_left_to_python(gate: Gate) -> None:
+    with seeing(gate) as seen:
+        torch.native_dropout(torch.ones(4), 0.5, True)
+        seen.clear()
+        torch.native_dropout(torch.ones(4, device="meta"), 0.5, True)
+        torch.rand_like(torch.ones(4), device="meta")
+        assert [one.split()[1] for one in seen] == [
+            "aten.native_dropout.default",
+            "aten.rand_like.default",
+        ]
+
+
 def test_a_generator_of_its_own_is_left_to_python(gate: Gate) -> None:
     with seeing(gate) as seen:
         half = torch.full((4,), 0.5)

@@ -1,6 +1,7 @@
 """Programs that are legal and unusual: what runs plain must run traced, and be told truly."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -260,3 +261,32 @@ def test_a_counter_around_the_trace_counts_the_steps_alone() -> None:
     with FlopCounterMode(display=False) as traced:
         lowtide.trace(lambda: layer(x), warmup=0)
     assert traced.get_total_flops() == 2 * once.get_total_flops()
+
+
+def test_what_is_made_again_is_seen_as_it_was() -> None:
+    """Conjugated, and with the other sign: both are said of a tensor, and not of its bytes."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, requires_grad=True)
+    rows = torch.randn(1024, 64)
+
+    def gradient(budget: float | None) -> torch.Tensor:
+        weight.grad = None
+        around = nullcontext() if budget is None else lowtide.fit(budget=budget, policy="delta")
+        with around as tide:
+            z = torch.exp(torch.view_as_complex((rows @ weight).mul(0.1).reshape(-1, 32, 2)))
+            y = torch.view_as_real(z.conj() * z.sin()).square().mean()
+            y = y + (torch.tanh(z).conj().imag * z.real.cos()).mean()
+            del z
+            if tide is not None:
+                assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+                room = tide._budgeted._dynamic.room
+                for cell in room.cells:
+                    if cell.can_go() and cell.alone():
+                        room.drop(cell)
+                assert room.counts["dropped"] > 2
+            y.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    expected = gradient(None)
+    assert torch.equal(gradient(1 << 30), expected)

@@ -23,6 +23,7 @@ from lowtide._runtime.delta.native_saves import EVENTFUL, PLAIN, NativeSaves
 from lowtide._runtime.delta.plain import _flags
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.delta.tally import Tally
+from lowtide._runtime.swap.script import is_request
 
 pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
 
@@ -244,6 +245,93 @@ def test_backward_twice_and_after_the_end(slow: None) -> None:
     assert not native.kept()
     loss.backward()
     assert all(map(torch.equal, once, gradients(row)))
+
+
+def test_a_weight_that_is_frozen_meanwhile_stays(slow: None) -> None:
+    row = Trained()
+    scale = nn.Parameter(torch.ones(4096, 64))  # saved itself
+    row.model.scale = scale
+    row.model.between = lambda i, x: x * scale if i == 4 else x
+    with by_plan(row) as (dynamic, native):
+        loss = row.loss()
+        assert native.kept()
+        for parameter in row.model.parameters():
+            parameter.requires_grad_(False)
+        dynamic.room._release(1 << 40)
+        assert not native.kept() and scale.untyped_storage().nbytes() == scale.nbytes
+        assert torch.equal(scale, torch.ones(4096, 64))
+        del loss
+
+
+def test_a_request_is_told_once_though_memory_is_short_then(
+    slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Trained()
+    with by_plan(row) as (dynamic, native):
+        planned, told = planned_of_dynamic(dynamic), []
+        script, happened = planned.following.script, planned.event
+        assert script is not None
+        asked = [at for at, code in enumerate(script.codes) if is_request(code)]
+        script.lets_go = {at: script.lets_go.get(at, ()) for at in asked}  # it is to be told
+
+        def event(code: int) -> None:
+            happened(code)
+            if is_request(code):
+                told.append(code)
+                dynamic._plain.adopt()
+
+        monkeypatch.setattr(planned, "event", event)
+        dynamic._plain.halt()
+        dynamic._plain._expected = None  # to be read anew
+        dynamic._plain.go()
+        loss = row.loss()
+        assert native.kept()
+        loss.backward()
+        assert planned.mode is Mode.PLANNED
+    assert len(told) == len(set(told)) > 8
+
+
+def test_hooks_that_nobody_works_for_still_keep_what_is_saved(slow: None) -> None:
+    """They are of one thread: `fit` may be left in another, and not have them removed."""
+    row = Trained(0.9)
+    with by_plan(row) as (dynamic, _):
+        dynamic._plain.stop()
+        made: list[weakref.ref[torch.Tensor]] = []
+
+        def between(_: int, x: torch.Tensor) -> torch.Tensor:
+            made.append(weakref.ref(x))
+            return x
+
+        row.model.between = between
+        row.loss()
+        assert made and not any(one() is not None for one in made)
+        x = torch.tanh(row.model.layers[0](row.rows))
+        loss = (x * x).sum()
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_those_who_cannot_be_told_leave_nobody_in_charge(slow: None) -> None:
+    """What was kept is still there, and others can be worked for."""
+    row = Trained()
+
+    def fail(*_: object) -> None:
+        raise OSError("no")
+
+    with by_plan(row) as (dynamic, native):
+        loss = row.loss()
+        native._whom[1] = fail
+        native._tell()
+        with pytest.raises(OSError, match="no"):
+            dynamic._plain.stop()
+    loss.backward()
+    ours = gradients(row)
+    row.loss().backward()
+    assert all(map(torch.equal, ours, gradients(row)))
+    with by_plan(Trained()):
+        pass
 
 
 def test_nothing_of_the_program_is_held_afterwards(slow: None) -> None:

@@ -147,7 +147,12 @@ class DeltaCell(Cell):
             if not self.replaced:
                 return tensor.detach()
             like = torch.empty(0, dtype=tensor.dtype, device=self.storage.device)
-            return like.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            like.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            if tensor.is_conj():
+                torch._C._set_conj(like, True)
+            if tensor.is_neg():
+                torch._C._set_neg(like, True)
+            return like
 
     def drop(self) -> None:
         """Nobody wants it any more; but as long as others are to be made from it, it stays.

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 
 from lowtide._native import NoNative
-from lowtide._runtime.swap.saved import Saved, unpack
+from lowtide._runtime.swap.saved import Saved, show, unpack
 from lowtide._runtime.swap.script import ASKED
 from lowtide._runtime.torch_build import build_gate
-from lowtide._trace.saves import Hooks
+from lowtide._trace.saves import Hooks, check_version
 
 PLAIN, EVENTFUL = 1, 2  # of an event: it may be dealt with natively; something is to be done then
-_FIXED = (torch.Tensor, torch.nn.Parameter, unpack)
+_FIXED = (torch.Tensor, torch.nn.Parameter, check_version, unpack, show)
 
 
 class _Python(ctypes.Structure):
@@ -24,7 +24,7 @@ class _Python(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
         for name in (
-            *("tensor_type", "parameter_type", "unpack"),
+            *("tensor_type", "parameter_type", "check", "unpack", "show"),
             *("pack", "adopt", "happened"),
         )
     ]
@@ -50,9 +50,11 @@ class NativeSaves:
         """Work for nobody: what is still kept becomes Python's."""
         if self._whom:
             self.stop()
-            self.adopt()
-            self._whom = []
-            self._tell()
+            try:
+                self.adopt()
+            finally:
+                self._whom = []
+                self._tell()
 
     def _tell(self) -> None:
         whom = _Python(*map(id, (*_FIXED, *self._whom)))

@@ -186,12 +186,16 @@ class Saved:
         origin: tuple[int, str] | None,
         original: "weakref.ref[torch.Tensor] | None",
         number: int,
+        itself: int,
     ) -> Handle:
-        """One that somebody else has kept since it was saved, and told of."""
+        """One that somebody else has kept since it was saved, and told of.
+
+        `itself`: it is the very tensor that was saved, and stays.
+        """
         handle = Handle(self, tensor, version, origin)
         handle.original, handle.number, handle.bytes = original, number, tensor.nbytes
         with self:
-            if not (tensor.requires_grad or tensor.__dict__):  # else it is the one that was saved
+            if not itself:
                 storage = tensor.untyped_storage()
                 cell = self._cells.get(storage._cdata) or self._cell(tensor, storage)
                 if cell is not None:
@@ -236,6 +240,12 @@ class Saved:
         handle.cell.have()
         return handle.cell.shown(handle.tensor) if original is None else original
 
+    def show(self, handle: Handle) -> torch.Tensor:
+        """What was saved; he who decides knows already that it is asked for."""
+        check_version(handle.tensor, handle.version, handle.origin)
+        with self:
+            return self._unpacked(handle)
+
     def let_go(self, cell: Cell) -> None:
         """A handle is gone."""
         self._gone.append(cell)
@@ -266,3 +276,8 @@ class Saved:
 def unpack(handle: Handle | torch.Tensor) -> torch.Tensor:
     """By whoever has kept it."""
     return handle if isinstance(handle, torch.Tensor) else handle._saved.unpack(handle)
+
+
+def show(handle: Handle) -> torch.Tensor:
+    """Likewise, if it is known that it is asked for."""
+    return handle._saved.show(handle)
