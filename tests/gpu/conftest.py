@@ -19,7 +19,7 @@ def _built() -> None:
     if torch.cuda.is_available():
         from lowtide._runtime.torch_build import build_gate
 
-        build_gate(lambda _: None)
+        build_gate()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ PAGE = 2 * MIB
 @pytest.fixture
 def place() -> CudaPlace:
     torch.cuda.init()
-    return CudaPlace(print)
+    return CudaPlace()
 
 
 def holds(tensor: torch.Tensor, written: int) -> bool:
@@ -67,7 +67,7 @@ def test_leaving_gives_pages_and_limits_back() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.get_per_process_memory_fraction() == fraction
     assert torch.cuda.memory_reserved() <= before + 64 * MIB
-    assert CudaPlace(print).core.count(0).page_bytes == 0
+    assert CudaPlace().core.count(0).page_bytes == 0
 
 
 def test_a_step_that_repeats_shows_no_new_pages() -> None:

@@ -134,7 +134,7 @@ class Budgeted:
             lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
             Planned(self._plan_tide, self._tell) if self._policy == TIDE else None,
             lambda: load_gate(self._tell),
-            lambda: load_saves(self._tell),
+            load_saves,
         )
         self._saved.watch(self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
         self._dynamic.start(self._saved, self._given)

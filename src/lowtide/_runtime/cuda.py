@@ -28,8 +28,8 @@ _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 
 
 @functools.cache
-def _library(tell: Callable[[str], None] = lambda _: None) -> ctypes.CDLL:
-    library = open_library(build_pool(tell))
+def _library() -> ctypes.CDLL:
+    library = open_library(build_pool())
     library.lowtide_torch_install.restype = ctypes.c_char_p
     library.lowtide_torch_pool.restype = ctypes.c_void_p
     library.lowtide_torch_home.restype = ctypes.c_void_p
@@ -62,8 +62,8 @@ class _Parked:
 class CudaPlace:
     """PyTorch's memory, once CUDA is in use. Raises NoNative if the pool cannot stand in it."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._library = _library(tell)
+    def __init__(self) -> None:
+        self._library = _library()
         for device in range(torch.cuda.device_count()):
             torch.cuda.memory_stats(device)  # starts PyTorch's allocator
         why = self._library.lowtide_torch_install()

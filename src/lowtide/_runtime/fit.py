@@ -1,6 +1,5 @@
 """`lowtide.fit`: a training loop made to need less memory while a `with` block lasts."""
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -191,7 +190,7 @@ class Tide:
         """Put the pool in place, now that CUDA is in use."""
         self._off, self._waits = "", False
         try:
-            self._place = CudaPlace(_progress)
+            self._place = CudaPlace()
         except NoNative as error:
             self._turn_off(f"{error}; training goes on with PyTorch's own allocator")
             return
@@ -271,7 +270,3 @@ def _optimizers(given: object) -> list[Optimizer]:
 
 def _warn(line: str) -> None:
     warnings.warn(f"lowtide: {line}", LowtideWarning, stacklevel=2)
-
-
-def _progress(line: str) -> None:
-    sys.stderr.write(f"lowtide: {line}\n")

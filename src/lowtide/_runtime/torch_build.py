@@ -2,8 +2,8 @@
 
 import os
 import re
+import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,26 +29,26 @@ _OPTIONAL = {
 }
 
 
-def build_pool(tell: Callable[[str], None] = lambda _: None) -> Path:
+def build_pool() -> Path:
     """The library, built on first use. Raises NoNative where it cannot be."""
-    return built(
-        recipe(),
-        torch.__version__,
-        torch.__file__,
-        before=lambda: tell(f"building the pool against torch {torch.__version__}, once"),
-    )
+    return _built(recipe())
 
 
-def build_gate(tell: Callable[[str], None] = lambda _: None) -> Path:
+def build_gate() -> Path:
     """Likewise."""
     include = Path(torch.__file__).parent / "include"
     flags = [*_flags(include), f"-DLOWTIDE_FORWARDS={_forwards(include)}"]
-    return built(
-        torch_gate(flags, _links("-ltorch_python", "-ltorch_cpu", "-lc10")),
-        torch.__version__,
-        torch.__file__,
-        before=lambda: tell(f"building the gate against torch {torch.__version__}, once"),
-    )
+    return _built(torch_gate(flags, _links("-ltorch_python", "-ltorch_cpu", "-lc10")))
+
+
+def _built(recipe: Recipe) -> Path:
+    """It takes half a minute: whoever waits sees why. No warning, which may be an error."""
+
+    def show() -> None:
+        what = f"building {recipe.what} against torch {torch.__version__}, once"
+        sys.stderr.write(f"lowtide: {what}\n")
+
+    return built(recipe, torch.__version__, torch.__file__, before=show)
 
 
 def _flags(include: Path) -> list[str]:

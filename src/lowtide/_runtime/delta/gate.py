@@ -113,7 +113,7 @@ class Gate:
 def load_gate(tell: Callable[[str], None]) -> Gate | None:
     """The only one. None, and told why, where it cannot be built: the mode sees all ops then."""
     try:
-        return _load(build_gate(tell))
+        return _load(build_gate())
     except (NoNative, OSError) as error:
         tell(f"steps by a plan take longer than they need: {error}")
         return None

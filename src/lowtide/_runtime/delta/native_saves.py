@@ -88,10 +88,10 @@ class NativeSaves:
         return int(self._library.lowtide_saves_kept())
 
 
-def load_saves(tell: Callable[[str], None]) -> NativeSaves | None:
+def load_saves() -> NativeSaves | None:
     """The only ones. None where they cannot be built, which whoever loads the gate is told."""
     try:
-        return _load(build_gate(tell))
+        return _load(build_gate())
     except (NoNative, OSError):
         return None
 
