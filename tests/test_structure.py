@@ -50,6 +50,7 @@ USES_TORCH = (
             "cuda_driver",
             "driver",
             "file_tier",
+            "guests",
             "observe",
             "optimizers",
             "pieces",

@@ -9,6 +9,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from untouched import untouched
 
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.swap import lying
@@ -40,7 +41,7 @@ def _open_files() -> int:
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can move does."""
-    monkeypatch.setattr(budgeting, "autoswap", everything)
+    monkeypatch.setattr(plans, "autoswap", everything)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything is worth moving, plans are made at once, and all is as before in the end."""
     monkeypatch.setattr(budgeting, "_SMALLEST", 256)
     monkeypatch.setattr(budgeting, "_PIECE", 2 << 20)
-    monkeypatch.setattr(budgeting, "_PLAN_SECONDS", 0.1)
+    monkeypatch.setattr(plans, "_SECONDS", 0.1)
     monkeypatch.setattr(lying, "_SECONDS", 0.1)
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
     with untouched():

@@ -60,7 +60,7 @@ def test_an_optimizer_says_so_too(policy: str, monkeypatch: pytest.MonkeyPatch) 
                 assert f"budget: {policy}" in tide.summary()
         return bits_of([*losses, *state_of(job)])
 
-    monkeypatch.setattr(budgeting, "_device_in_use", lambda: None)
+    monkeypatch.setattr(budgeting, "device_in_use", lambda: None)
     with untouched():
         assert find_difference(use(64 << 20), use(None)) is None
 
@@ -70,7 +70,7 @@ def test_it_waits_until_it_can_last(
     inside: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is pushed within a mode of the program's would be popped in its place."""
-    monkeypatch.setattr(budgeting, "_device_in_use", lambda: None)
+    monkeypatch.setattr(budgeting, "device_in_use", lambda: None)
     monkeypatch.setattr(awaited, "_GPU", "cpu")
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
     with untouched(), lowtide.fit(budget="64MiB", policy="delta") as tide:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lowtide._errors import OutOfBudget
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.delta import room
 from lowtide._runtime.swap import file_tier
 
@@ -287,7 +288,7 @@ def test_programs_train_bit_for_bit_by_the_published_policy(program: str, share:
 def test_so_they_do_by_plan(program: str, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgeting, "_SMALLEST", 1 << 14)
-        patch.setattr(budgeting, "_PLAN_SECONDS", 0.05)
+        patch.setattr(plans, "_SECONDS", 0.05)
         patch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
         check(program, share, SPARE + SOME, steps=6, policy="tide")
 

@@ -17,6 +17,7 @@ from zoo import ZOO
 
 import lowtide
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import file_tier
 from lowtide._runtime.swap.driver import Mode
@@ -32,7 +33,7 @@ NOTHING_TO_MOVE = (
 
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_trains_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgeting, "autoswap", everything)
+    monkeypatch.setattr(plans, "autoswap", everything)
 
     def train(budget: float | None) -> tuple[list[torch.Tensor], Tide | None]:
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from lowtide._errors import LowtideWarning
 from lowtide._ir import Hold, Plan, Rerun
 from lowtide._machine.link import line
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.modes import Mode
@@ -113,7 +114,7 @@ def gates() -> Job:
 
 def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search would choose: all that can be held is, for what is made from it."""
-    monkeypatch.setattr(budgeting, "tide", hold_all)
+    monkeypatch.setattr(plans, "tide", hold_all)
     expected = run(gates, STEPS)
     budget = int(0.75 * max(expected.peaks))
     ours = run(gates, STEPS, budget, policy="tide", verify="always")
@@ -303,7 +304,7 @@ def test_a_plan_that_cannot_be_made_is_told_once_and_done_without(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of the test")
 
-    monkeypatch.setattr(budgeting, "tide", fail)
+    monkeypatch.setattr(plans, "tide", fail)
     with pytest.warns(LowtideWarning, match="planning failed .ZeroDivisionError: of the test") as w:
         planned, _ = check("mlp", 0.5)
     assert len(w) == 1

@@ -20,6 +20,7 @@ from lowtide._ir import Drop, Hold, Rerun
 from lowtide._machine.link import line
 from lowtide._policy.ground import Ground
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.delta.order import Gone
 from lowtide._runtime.swap.cell import State
@@ -59,7 +60,7 @@ def _nothing_is_swapped(plans_at_once: None, monkeypatch: pytest.MonkeyPatch) ->
     slow = line(1.0, 1e3)
     machine = replace(same_machine(), out=slow, back=slow)
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
-    monkeypatch.setattr(budgeting, "_PLAN_SECONDS", 1.0)
+    monkeypatch.setattr(plans, "_SECONDS", 1.0)
 
 
 def check(make: Callable[[], Job], share: float) -> Script:
@@ -96,7 +97,7 @@ def test_steps_run_again_what_is_planned_within_what_is_planned(
 
 
 def test_what_is_gone_before_another_is_saved_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgeting, "tide", hold_all)
+    monkeypatch.setattr(plans, "tide", hold_all)
     script = check(stream, 0.75)
     held = [one.value for one in script.plan.remakes if isinstance(one, Hold)]
     packed = {
@@ -158,7 +159,7 @@ def test_a_source_that_was_written_to_is_not_asked_for() -> None:
 
 
 def test_what_is_held_in_closures_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgeting, "tide", hold_all)
+    monkeypatch.setattr(plans, "tide", hold_all)
 
     def closing() -> Job:
         torch.manual_seed(0)

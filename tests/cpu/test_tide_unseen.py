@@ -19,6 +19,7 @@ from lowtide._ir import Machine
 from lowtide._machine.link import line
 from lowtide._policy.tide import tide as plan_tide
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.forms import Forms
 from lowtide._runtime.delta.ledger import Ledger
@@ -103,7 +104,7 @@ def test_what_is_to_be_dropped_is_written_down_however_it_went_before(
 ) -> None:
     """In steps that are seen as a whole it may have been swapped first, for want of room."""
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
-    monkeypatch.setattr(budgeting, "tide", partial(plan_tide, seed=seed))
+    monkeypatch.setattr(plans, "tide", partial(plan_tide, seed=seed))
     job = JOBS["resnet"]()
     budget = int(0.6 * max(plain("resnet").peaks))
     with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:

@@ -11,6 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime import plans
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import cuda_driver
 from lowtide._runtime.swap.driver import Mode
@@ -42,7 +43,7 @@ def test_windows_held_open_change_no_bit(
     plain = losses(model, optimizer, 12)
     weights = [p.detach().clone() for p in model.parameters()]
     model, optimizer = make()
-    monkeypatch.setattr(budgeting, "autoswap", everything)
+    monkeypatch.setattr(plans, "autoswap", everything)
     hold_open(late, monkeypatch)
     with lowtide.fit(model, optimizer, policy="autoswap", budget=0.3, pool=pool) as tide:
         found = losses(model, optimizer, 12)
@@ -105,7 +106,7 @@ def test_state_that_is_away_is_on_the_device_for_who_looks(
         return sums
 
     plain = looked(fitted=False)
-    monkeypatch.setattr(budgeting, "autoswap", everything)
+    monkeypatch.setattr(plans, "autoswap", everything)
     hold_open("copies", monkeypatch)
     ours = looked(fitted=True)
     assert len(ours) == len(plain)

@@ -423,17 +423,20 @@ def mixture() -> Job:
     return job_of(model, loss)
 
 
-def heavy(rows: int = 64, *, foreach: bool | None = None) -> Job:
-    """Weights, gradients and Adam's state take nearly all."""
+def heavy(rows: int = 64, *, foreach: bool | None = None, tidy: bool = False) -> Job:
+    """Weights, gradients and Adam's state take nearly all; `tidy`: gradients go with the step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(torch.randn(rows, 256)).square().mean()
-        optimizer.zero_grad()
+        if not tidy:
+            optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if tidy:
+            optimizer.zero_grad()
         return loss.detach()
 
     return Job(model, [optimizer], step)

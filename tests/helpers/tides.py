@@ -21,6 +21,7 @@ from lowtide._simulate.remade import remade
 STEPS = 6
 TOLERANCE = 0.01  # of the budget: what an allocator rounds
 BUILDS = JOBS | {"heavy": heavy, "at once": partial(heavy, foreach=True)}
+BUILDS["tidy"] = partial(heavy, tidy=True)
 CHANGING = ("tree", "mixture", "gan", "accumulation")  # their steps are not all alike
 
 

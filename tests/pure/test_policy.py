@@ -107,8 +107,41 @@ def test_the_runtime_moves_saved_values_until_they_are_unpacked_and_state() -> N
     """)
     found = candidates(trace, smallest=1, reach=Reach.RUNTIME)
     names = [(trace.values[c.value].kind, c.after, c.earliest, c.until) for c in found]
-    assert names == [(Kind.TEMPORARY, 0, 2, 4), (Kind.STATE, 7, 8, 15)]
+    assert names == [
+        (Kind.PARAMETER, 5, 6, 7),
+        (Kind.TEMPORARY, 0, 2, 4),
+        (Kind.STATE, 7, 8, 15),
+    ]
     assert positions(trace) == [0, 1, 2, 4, 5, 7]
+
+
+def test_weights_and_gradients_may_leave_where_backward_has_no_view_of_them() -> None:
+    trace = parse("""
+        have w:8 | parameter
+        have v:8 | parameter
+        mm   w   -> h:8 | 1s
+        cast v   -> c:4 | 1s
+        nop      ->     | 1s
+        bmm  w h -> g:8 | 1s backward
+        is g     | gradient
+        save w   | op=0 node=N packed=1 unpacked=3
+        nop      ->     | 1s backward
+        nop      ->     | 1s backward
+        step w g -> w   | 1s optimizer
+        step v   -> v   | 1s optimizer
+        is w     | parameter
+        is v     | parameter
+    """)
+    found = candidates(trace, smallest=1, reach=Reach.RUNTIME, held={})
+    stays = {(trace.values[c.value].kind, c.bytes, c.earliest, c.latest) for c in found}
+    weight, gradient = Kind.PARAMETER, Kind.GRADIENT
+    assert stays == {
+        (weight, 8, 4, 6),  # `w` when backward is through with it, not before
+        (weight, 8, 7, 8),  # ... and until the next step needs it
+        (weight, 8, 2, 7),  # of `v`, backward has another one
+        (weight, 8, 8, 9),
+        (gradient, 8, 4, 6),
+    }
 
 
 def test_each_gap_ends_at_its_own_unpacking() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import traces
-from swaps import busy_traces, machines
+from swaps import busy_traces, machines, swap
 
 from lowtide._analyze.load import find_peak, load_curve
 from lowtide._check import find_flaw
@@ -16,6 +16,7 @@ from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.bound import least_recompute_seconds
 from lowtide._policy.candidates import Reach, candidates
 from lowtide._policy.ground import Ground
+from lowtide._policy.joint import Choice, Task, attempt
 from lowtide._policy.relax import Relaxed, relax
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Stuck, Taste
@@ -299,3 +300,18 @@ def test_what_an_op_that_runs_again_reads_may_be_away_until_then() -> None:
     held = {ValueId(1): OpIndex(2)}
     found = candidates(step.trace, smallest=1, reach=Reach.RUNTIME, held=held, movable={ValueId(1)})
     assert (1, 2, 4) in [(one.value, one.earliest, one.latest) for one in found]
+
+
+def test_a_weight_stays_while_something_that_was_dropped_is_made_from_it() -> None:
+    trace = parse(
+        "have w:100 | parameter\ncast w -> b:60 | 1us\nlong b -> c:10 | 50us\n"
+        "large c -> d:140 | 50us\nsmall d -> f:10 | 50us\nfree d\n"
+        "back b f -> e:10 | 1us\nfree b\nstep w e -> w | 1us optimizer\n"
+    )
+    fast = Machine("fast", 1 << 30, 1 << 30, line(0.0, 1e12), line(0.0, 1e12))
+    task = Task(Ground(trace), fast, 225, None, 1, None)
+    away = Choice((swap(0, 0, 1, 5, 5),), Taste())
+    trial = attempt(task, away)
+    assert trial is not None and trial.swaps and not trial.remakes
+    with_both = replace(task, limit=200)
+    assert attempt(with_both, away) is None, "`b` is gone, too, and cannot do without `w`"

@@ -14,16 +14,17 @@ import numpy.typing as npt
 
 from lowtide._analyze.gaps import Gap, idle_gaps
 from lowtide._analyze.load import load_curve, rounded_bytes
-from lowtide._ir import Kind, OpIndex, Phase, StorageId, Trace, ValueId
+from lowtide._ir import Kind, OpIndex, Phase, StorageId, Trace, Value, ValueId
 
-_NEVER_THROUGH_SAVES = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
+GUEST_KINDS = (Kind.PARAMETER, Kind.GRADIENT)  # the program's own, which the runtime can move
+_NEVER_THROUGH_SAVES = (Kind.BUFFER, Kind.INPUT)
 
 
 class Reach(StrEnum):
     """Whose gaps count."""
 
     ALL = "all"  # every one, as in the paper
-    RUNTIME = "runtime"  # those the runtime can use: saved for backward, and optimizer state
+    RUNTIME = "runtime"  # those the runtime can use: of what is saved or an optimizer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def candidates(
             continue
         opens, until = stretch
         earliest = opens
-        if held is not None and not gap.crosses_step:
+        if held is not None and not gap.crosses_step and value.kind not in GUEST_KINDS:
             earliest = max(opens, held.get(gap.value, OpIndex(until)))
         if earliest < until:
             found.append(
@@ -125,7 +126,10 @@ def _runtime_stretch(trace: Trace, gap: Gap) -> tuple[int, int] | None:
     """
     value = trace.values[gap.value]
     if gap.crosses_step:
-        return (gap.after + 1, gap.until) if value.kind is Kind.STATE else None
+        lasts = value.kind in (Kind.STATE, Kind.PARAMETER)
+        return (gap.after + 1, gap.until) if lasts else None
+    if value.kind in GUEST_KINDS:
+        return None if _is_saved_in(value, gap) else (gap.after + 1, gap.until)
     if value.kind in _NEVER_THROUGH_SAVES:
         return None
     wanted = [u for save in value.saves for u in save.unpacked if gap.after < u <= gap.until]
@@ -133,6 +137,14 @@ def _runtime_stretch(trace: Trace, gap: Gap) -> tuple[int, int] | None:
     if not wanted:
         return None
     return max(gap.after + 1, min(packed)), min(wanted)
+
+
+def _is_saved_in(value: Value, gap: Gap) -> bool:
+    """Whether backward has a view of it for some of the time, so that it stays."""
+    return any(
+        save.packed <= gap.until and max(save.unpacked, default=gap.until) > gap.after
+        for save in value.saves
+    )
 
 
 def positions(trace: Trace) -> list[int]:

@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from lowtide._analyze.load import rounded_bytes
-from lowtide._ir import Machine, OpIndex, Plan, Remake, Swap, ValueId
+from lowtide._ir import Kind, Machine, OpIndex, Plan, Remake, Swap, ValueId
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
@@ -143,11 +143,16 @@ def _again(problem: Problem, step: Remade, chosen: Sequence[Swap]) -> list[Candi
     for candidate in problem.found:
         by_value[candidate.value].append(candidate)
     found = []
+    traced = frozenset(step.at)
+    count = len(step.trace.ops)
     for swap in chosen:
         release = step.position(swap.release)
+        weight = step.trace.values[swap.value].kind is Kind.PARAMETER
         for candidate in by_value[swap.value]:
             if candidate.earliest <= release < candidate.latest:
-                found.append(candidate)
+                # What was dropped and is made from a weight keeps that.
+                if not weight or candidate.until % count in traced:
+                    found.append(candidate)
                 break
     return found
 

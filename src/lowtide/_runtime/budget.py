@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,10 +22,7 @@ from lowtide._ir import Machine, Plan
 from lowtide._machine.host import available_bytes
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._machine.measure import machine_here
-from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.budget import is_share, parse_bytes
-from lowtide._policy.candidates import Reach
-from lowtide._policy.tide import tide
 from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.plan_html import Measured, render_plan
 from lowtide._report.swap_text import SwapSummary
@@ -38,14 +34,18 @@ from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.native_saves import load_saves
 from lowtide._runtime.delta.planned import Planned
-from lowtide._runtime.holdings import device_of, parameters, persistent, trained
+from lowtide._runtime.holdings import (
+    device_in_use,
+    device_of,
+    parameters,
+    persistent,
+    trained,
+)
+from lowtide._runtime.plans import plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
-from lowtide._runtime.swap.lying import plan_with_layout
-from lowtide._runtime.swap.observe import runtime_of
-from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.saved import Saved, Unwatched
 from lowtide._runtime.swap.script import Observed
@@ -60,7 +60,6 @@ _SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
 _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
-_PLAN_SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 _SPARE = 0.01  # of the budget that a plan leaves
 _LONG_ENOUGH = 12  # steps without a plan
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
@@ -116,7 +115,7 @@ class Budgeted:
         undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
         if not self._saved.install(undo):
             raise BadInput("hooks on saved tensors are there already: enter lowtide.fit first")
-        device = self._device or _device_in_use()
+        device = self._device or device_in_use()
         if is_dynamic and device is not None:
             self._begin(device)
         elif is_dynamic:
@@ -340,60 +339,37 @@ class Budgeted:
 
     def _plan_tide(self, observed: Observed, most: int | None) -> Plan | None:
         """Of steps that hold no more than `most`, or than the budget; None: none was found."""
-        assert self._dynamic is not None
-        assert self._bytes is not None
+        dynamic, budget = self._dynamic, self._bytes
+        assert dynamic is not None
+        assert budget is not None
         self._live("planning the steps to come, which takes some seconds")
-        if self._machine is None:
-            self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
-        within = partial(
-            tide,
-            observed.trace,
-            self._machine,
-            seconds=_PLAN_SECONDS,
-            patience=_PATIENCE,
-            runtime=runtime_of(observed),
+        highest = None  # nothing lies between blocks, or nobody tells
+        if most is None and dynamic.cap.holds and not dynamic.cap.paged:
+            highest = int((1 - _SPARE) * budget)
+        machine = self._machine_of(observed)
+        return plan_by_tide(
+            observed,
+            machine,
+            limit=int((1 - _SPARE) * (budget - dynamic.room.margin)) if most is None else most,
+            highest=highest,
+            host_budget=self._host_budget or machine.host_bytes,
             smallest=_SMALLEST,
-            host_budget=self._host_budget or self._machine.host_bytes,
         )
-        try:
-            if most is not None:
-                return within(limit=most)
-            limit = int((1 - _SPARE) * (self._bytes - self._dynamic.room.margin))
-            if not self._dynamic.cap.holds or self._dynamic.cap.paged:
-                return within(limit=limit)  # nothing lies between blocks, or nobody tells
-            return plan_with_layout(observed.trace, within, limit, int((1 - _SPARE) * self._bytes))
-        except CannotFit:
-            return None
 
     def _plan(self, observed: Observed) -> Plan:
-        trace = observed.trace
-        if observed.asked:
-            trace = paced(trace, observed.positions, observed.asked)
-        plain = find_peak(trace).bytes
+        plain = find_peak(observed.trace).bytes
         free = self._budget == FREE
         self._bytes = plain if free else parse_bytes(str(self._budget), plain)
-        if self._machine is None:
-            self._machine = machine_here(trace.device, folder=self._folder, only_link=True)
-        if plain <= self._bytes and not free:
-            seconds = sum(op.seconds for op in trace.ops)
-            return Plan((), plain, seconds, plain, seconds, "keep", self._machine.name)
-        return autoswap(
-            trace,
-            self._machine,
+        machine = self._machine_of(observed)
+        return plan_by_swapping(
+            observed,
+            machine,
             limit=None if free else self._bytes,
-            mode="free" if free else "limit",
-            host_budget=self._host_budget or self._machine.host_bytes,  # what the tier gives, too
-            reach=Reach.RUNTIME,
-            held=observed.held,
-            movable=observed.saves.keys() | observed.states.keys(),
-            positions=sorted(set(observed.positions)),
+            host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,
         )
 
-
-def _device_in_use() -> torch.device | None:
-    """None: there is a GPU, and nobody has used it yet."""
-    if torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())
-    # Not `is_available`, which begins to use it.
-    return None if torch.cuda.device_count() else torch.device("cpu")
+    def _machine_of(self, observed: Observed) -> Machine:
+        if self._machine is None:
+            self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
+        return self._machine

@@ -43,3 +43,11 @@ def persistent(
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 yield from (t for t in state.values() if isinstance(t, torch.Tensor))
+
+
+def device_in_use() -> torch.device | None:
+    """None: there is a GPU, and nobody has used it yet."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    # Not `is_available`, which begins to use it.
+    return None if torch.cuda.device_count() else torch.device("cpu")

@@ -101,14 +101,22 @@ class Dynamic:
         self.set_budget(self.room.budget)
 
     def _refuse_what_cannot_be(self) -> None:
-        """Before the first step, if what is there already is too much."""
+        """Before the first step, if what is there already is too much, or what has to be."""
         budget, stays = self.room.budget, self.ledger.held - self.idle.bytes()
-        if budget is not None and self._mode is not None and stays > budget:
-            self._pop()
-            raise OutOfBudget(
-                f"the budget is {format_bytes(budget)} ({budget} bytes), but {format_bytes(stays)} "
-                f"({stays} bytes) are held before the first step, weights and all, and stay"
+        if budget is None or self._mode is None:
+            return
+        largest = self.idle.largest()
+        least = stays if largest is None else stays + 2 * largest.nbytes  # with its gradient
+        if least <= budget:
+            return
+        self._pop()
+        why = f"{format_bytes(stays)} ({stays} bytes) are held before the first step and stay"
+        if largest is not None:
+            why += (
+                f", and the optimizer's step needs {format_bytes(2 * largest.nbytes)} at once for "
+                f"a weight of {tuple(largest.shape)} and its gradient: give at least {least} bytes"
             )
+        raise OutOfBudget(f"the budget is {format_bytes(budget)} ({budget} bytes), but {why}")
 
     def set_budget(self, budget: int | None) -> None:
         """Hold that from now on."""

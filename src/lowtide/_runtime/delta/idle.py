@@ -2,11 +2,14 @@
 
 Nothing but a copy brings it back, so values that can be made again, or that were saved for this
 backward alone, go before it. A step that could not do without its bytes says that the next ones
-cannot, either: from then on it starts to leave when the optimizer has stepped.
+cannot, either: from then on it starts to leave when the optimizer has stepped. Where even that is
+not enough gradients go, and then weights, which are read where they are until the optimizer's
+step needs them.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +17,7 @@ from torch.optim import Optimizer
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import Keeper
 from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.guests import GuestCell
 from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.pieces import MOST_PIECES
 from lowtide._runtime.swap.script import STEPPING, Act, Action
@@ -27,22 +31,12 @@ _ADAM = 2  # ... and what a first step leaves
 _AHEAD = 8  # times a tensor's bytes have to be free for it to come before it is needed
 
 
-class IdleCell(StateCell):
-    """A state tensor whose bytes are counted."""
+class _Counted(StateCell):
+    """Its bytes are counted."""
 
-    __slots__ = ("_keeper",)
+    __slots__ = ()
 
-    def __init__(
-        self, tensor: torch.Tensor, tier: Tier, owner: int, piece: int, keeper: Keeper
-    ) -> None:
-        super().__init__(tensor, tier, owner, piece)
-        self._keeper = keeper
-
-    def drop(self) -> None:
-        """No longer ours; if it is gone, nothing is away."""
-        if self.state is State.AWAY and self.is_orphan():
-            self._keeper.ledger.away -= self.bytes
-        super().drop()
+    _keeper: Keeper
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -59,8 +53,48 @@ class IdleCell(StateCell):
             self._keeper.ledger.see_below(storage)
 
 
+class IdleCell(_Counted):
+    """A state tensor."""
+
+    __slots__ = ("_keeper",)
+
+    def __init__(
+        self, tensor: torch.Tensor, tier: Tier, owner: int, piece: int, keeper: Keeper
+    ) -> None:
+        super().__init__(tensor, tier, owner, piece)
+        self._keeper = keeper
+
+    def drop(self) -> None:
+        """No longer ours; if it is gone, nothing is away."""
+        if self.state is State.AWAY and self.is_orphan():
+            self._keeper.ledger.away -= self.bytes
+        super().drop()
+
+
+class IdleGuest(_Counted, GuestCell):
+    """A weight or a gradient."""
+
+    __slots__ = ("_keeper",)
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        parameter: torch.Tensor,
+        tier: Tier,
+        owner: int,
+        piece: int,
+        *,
+        is_gradient: bool,
+    ) -> None:
+        GuestCell.__init__(self, parameter, tier, owner, piece, is_gradient=is_gradient)
+        self._keeper = keeper
+
+    def _found_gone(self) -> None:
+        self._keeper.ledger.away -= self.bytes
+
+
 class IdleState:
-    """The state of all optimizers of a loop."""
+    """The state of all optimizers of a loop, and what goes when that was not enough."""
 
     def __init__(
         self,
@@ -72,7 +106,9 @@ class IdleState:
         def make_cell(tensor: torch.Tensor, below: Tier, owner: int, piece: int) -> StateCell:
             return IdleCell(tensor, below, owner, piece, keeper)
 
-        self.optimizers = Optimizers(tier, self._piece, smallest, piece_bytes, make_cell)
+        self.optimizers = Optimizers(
+            tier, self._piece, smallest, piece_bytes, make_cell, partial(IdleGuest, keeper)
+        )
         self.told: Callable[[int], None] = lambda _: None  # of every piece of a step
         self.changed: Callable[[], None] = lambda: None  # what there is is not what was planned
         self._before: list[tuple[int, int, int]] | None = None  # before it was replaced
@@ -113,12 +149,14 @@ class IdleState:
     def mark(self, *, by_plan: bool) -> None:
         """The step is over, and in the next one a plan says what leaves when, or none."""
         self._drop_orphans()
+        for guest in self.optimizers.guests_away():
+            guest.settle()
         self._leaves = self._leaves or (self._was_needed and not self._by_plan)
         self._was_needed = False
         self._by_plan = by_plan
         if self._leaves and not by_plan:
             self.admit()
-            for cell in self._free(_HERE):
+            for cell in self._free(self.optimizers.cells, _HERE):
                 if cell.alone():
                     cell.leave()
 
@@ -131,11 +169,13 @@ class IdleState:
             self._drop_orphans()
             self.admit()
         released = []
-        for cell in [] if leaving else self._free({State.COMING}):
+        guests = self.optimizers.guests_away() if leaving else self.optimizers.guests_to_move()
+        cells = (*self.optimizers.cells, *sorted(guests, key=lambda one: not one.is_gradient))
+        for cell in [] if leaving else self._free(cells, {State.COMING}):
             if enough():
                 break
             cell.send_back()
-        for cell in self._free(_HERE):
+        for cell in self._free(cells, _HERE):
             if enough():
                 break
             starts = cell.state is State.LEAVING or (not leaving and cell.alone() and cell.leave())
@@ -173,7 +213,14 @@ class IdleState:
 
     def bytes(self) -> int:
         """Of what is on the device and could leave."""
-        return sum(tensor.untyped_storage().nbytes() for tensor, _, _ in self.optimizers.movable())
+        state = sum(tensor.untyped_storage().nbytes() for tensor, _, _ in self.optimizers.movable())
+        return state + sum(g.bytes for g in self.optimizers.guests() if g.subject() is not None)
+
+    def largest(self) -> torch.Tensor | None:
+        """Of the weights that could leave. When its optimizer steps it has to be here."""
+        found = (guest.parameter() for guest in self.optimizers.guests())
+        weights = (weight for weight in found if weight is not None)
+        return max(weights, key=lambda weight: weight.nbytes, default=None)
 
     def _likeness(self) -> list[tuple[int, int, int]]:
         return [(cell.bytes, cell.owner, cell.piece) for cell in self.optimizers.cells]
@@ -182,12 +229,13 @@ class IdleState:
         """What a plan says; `has`: whether so much may come back. False: not yet."""
         if self._before is not None:
             self.admit()
-        cells = self.optimizers.cells
-        at = -1 - action.who
-        if at >= len(cells) or not self.optimizers.may_move(cells[at]):
+        cell = self.optimizers.cell_of(action.who)
+        if cell is None or not self.optimizers.may_move(cell):
             return True
-        cell = cells[at]
-        if action.act is Act.LEAVE:
+        if action.act is Act.HAVE:
+            with suppress(OutOfBudget, torch.OutOfMemoryError):  # it can be read where it is
+                cell.have()
+        elif action.act is Act.LEAVE:
             if cell.state is State.HERE and not cell.alone():
                 return False
             cell.leave()
@@ -198,9 +246,9 @@ class IdleState:
                 cell.fetch()
         return True
 
-    def _free(self, states: Container[State]) -> Iterable[StateCell]:
+    def _free(self, cells: Iterable[StateCell], states: Container[State]) -> Iterator[StateCell]:
         """Those that no optimizer is at work on."""
-        for cell in self.optimizers.cells:
+        for cell in cells:
             at_work = (cell.owner, cell.piece) == self._at
             if cell.state in states and not at_work and self.optimizers.may_move(cell):
                 yield cell
@@ -210,7 +258,7 @@ class IdleState:
         owner, piece = divmod(code - STEPPING, MOST_PIECES)
         self._at = owner, piece
         self.told(code)
-        for cell in self.optimizers.cells:
+        for cell in (*self.optimizers.cells, *self.optimizers.guests_away()):
             if cell.owner != owner:
                 continue
             soon = cell.piece == piece + 1 and not self._by_plan

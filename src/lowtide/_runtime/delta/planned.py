@@ -96,7 +96,7 @@ class Planned:
         self.mode = Mode.TRACED
         self.following.agrees = False
         self.observer = Observer()
-        self.observer.begin(self.idle.optimizers.cells)
+        self.observer.begin((*self.idle.optimizers.cells, *self.idle.optimizers.guests()))
         return self.observer
 
     def learn(self) -> None:
@@ -299,7 +299,7 @@ class Planned:
     def stepping(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         if self.observer is not None:
-            self.observer.stepping(optimizer)
+            self.observer.stepping(optimizer, self.idle.optimizers.guests())
 
     def steps_parted(self) -> bool:
         """Whether an optimizer that is about to step does so in pieces, even if there is room.

@@ -111,7 +111,7 @@ class Driver:
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
         if self._observer is not None:
-            self._observer.stepping(optimizer)
+            self._observer.stepping(optimizer, self.optimizers.guests())
         script = self.following.script if self._mode is Mode.PLANNED else None
         whole = script is not None and script.steps_whole
         if not self.optimizers.step(optimizer, args, whole=whole):
@@ -261,14 +261,11 @@ class Driver:
             return cell.release() or not waits
         else:
             with suppress(torch.OutOfMemoryError):  # who needs it asks again
-                cell.fetch()
+                cell.fetch() if action.act is Act.FETCH else cell.have()
         return True
 
     def _cell(self, who: int) -> Cell | None:
-        if who >= 0:
-            return self.following.wanted.get(who)
-        cells = self.optimizers.cells
-        return cells[-1 - who] if -1 - who < len(cells) else None
+        return self.following.wanted.get(who) if who >= 0 else self.optimizers.cell_of(who)
 
     def _relieve(self) -> None:
         """Everything that can leave does, at once."""

@@ -1,7 +1,7 @@
 """One live step -> its trace, and how the trace's values are known to the runtime."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,17 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide._ir import OpIndex, Trace, ValueId
+from lowtide._policy.candidates import GUEST_KINDS
 from lowtide._policy.ground import Runtime
 from lowtide._runtime.swap.cell import Cell, State
+from lowtide._runtime.swap.guests import GuestCell
 from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.states import StateCell
 from lowtide._trace.cut import cut
 from lowtide._trace.record import Recorder
+from lowtide._trace.tensors import has_storage
 from lowtide._trace.workspace import with_cpu_workspace
 
 
@@ -33,6 +36,7 @@ class Observer:
         self._cells: dict[int, Cell] = {}  # those that somebody else refers to, too
         self._droppable: set[int] = set()
         self._numbers: dict[int, int] = {}  # the recorder's op -> the number the driver knows it by
+        self._guests: dict[int, int] = {}  # the recorder's storage -> the number of a guest
         self._alone: dict[int, int] = {}  # the recorder's value -> from where on it is alone
 
     @staticmethod
@@ -127,9 +131,13 @@ class Observer:
         """What an optimizer's tensor shows lies in `storage` now."""
         self._recorder.book.move(tensor, storage)
 
-    def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def stepping(self, optimizer: Optimizer, guests: Sequence[GuestCell]) -> None:
+        """An optimizer is about to step: by now all gradients are there."""
         self._recorder.optimizers.before(optimizer, (), {})
+        for number, guest in enumerate(guests):
+            tensor = guest.subject()
+            if tensor is not None and has_storage(tensor):
+                self._guests[self._recorder.book.storage_of(tensor)] = number
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
@@ -145,6 +153,11 @@ class Observer:
         self.stop()
         trace, new = _cleaned(self._recorder.recording())
         ops = range(len(trace.ops))
+        guests = {
+            new[old]: self._guests[entry.storage]
+            for old, entry in enumerate(book.entries)
+            if entry.storage in self._guests and old in new
+        }
         return Observed(
             trace=with_cpu_workspace(trace, room),
             codes=tuple(self._codes),
@@ -153,6 +166,7 @@ class Observer:
             states={new[old]: i for old, i in numbers.items() if old in new},
             held={new[old]: OpIndex(at) for old, at in self._alone.items() if old in new},
             numbers=tuple(self._numbers.get(op, -1) for op in ops),
+            guests={v: i for v, i in guests.items() if trace.values[v].kind in GUEST_KINDS},
             droppable=frozenset(
                 new[old] for old, at in self._saves.items() if old in new and at in self._droppable
             ),
@@ -164,15 +178,21 @@ class Observer:
         self._recorder.__exit__(None, None, None)
 
 
-def runtime_of(observed: Observed) -> Runtime:
-    """What can be done in steps like it."""
+def runtime_of(observed: Observed, *, guests: bool = False) -> Runtime:
+    """What can be done in steps like it; with `guests`, to weights and gradients, too."""
     return Runtime(
         repeatable={op for op, number in enumerate(observed.numbers) if number >= 0},
         droppable=observed.droppable,
-        movable=observed.saves.keys() | observed.states.keys(),
+        movable=movable_in(observed, guests=guests),
         held=observed.held,
         positions=tuple(sorted(set(observed.positions))),
     )
+
+
+def movable_in(observed: Observed, *, guests: bool) -> Container[ValueId]:
+    """What can be swapped in steps like it."""
+    movable = observed.saves.keys() | observed.states.keys()
+    return movable | observed.guests.keys() if guests else movable
 
 
 def _cleaned(trace: Trace) -> tuple[Trace, dict[int, ValueId]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.guests import GuestCell, is_worth_moving
 from lowtide._runtime.swap.pieces import (
     MOST_PIECES,
     Piece,
@@ -17,7 +19,7 @@ from lowtide._runtime.swap.pieces import (
     step_once,
     widen,
 )
-from lowtide._runtime.swap.script import STEPPING
+from lowtide._runtime.swap.script import GUESTS, STEPPING
 from lowtide._runtime.swap.states import StateCell, state_tensors
 from lowtide._runtime.swap.tier import Tier
 
@@ -36,9 +38,11 @@ class Optimizers:
         smallest: int,
         piece_bytes: int,
         make_cell: Callable[[torch.Tensor, Tier, int, int], StateCell] = StateCell,
+        make_guest: Callable[..., GuestCell] = GuestCell,
     ) -> None:
         self._tier = tier
         self._make_cell = make_cell
+        self._make_guest = make_guest
         self._event = event
         self._smallest = smallest
         self._piece_bytes = piece_bytes
@@ -48,12 +52,71 @@ class Optimizers:
         self._stepping: set[int] = set()  # those that do so as a whole
         self._others: set[int] = set()  # those that are not what they were
         self.cells: list[StateCell] = []
+        self._guests: dict[int, list[GuestCell]] = {}
+        self._guests_move = False  # some have left, once
 
     def know(self, optimizer: Optimizer) -> None:
         """It is going to step; what state it has may move before."""
         number = self._number(optimizer)
         if optimizer.state:
             self._pieces.setdefault(number, pieces_of(optimizer, self._piece_bytes))
+        self._know_guests(optimizer, number)
+
+    def guests(self) -> list[GuestCell]:
+        """Of each trained weight that is worth moving: the weight, and its gradient."""
+        return [guest for guests in self._guests.values() for guest in guests]
+
+    def guests_to_move(self) -> list[GuestCell]:
+        """The same, for who is going to have some leave."""
+        self._guests_move = True
+        return self.guests()
+
+    def guests_away(self) -> list[GuestCell]:
+        """Those that have left, or are about to."""
+        if not self._guests_move:  # as nearly always
+            return []
+        return [guest for guest in self.guests() if guest.state is not State.HERE]
+
+    def cell_of(self, who: int) -> StateCell | None:
+        """Which an action of a plan is about."""
+        at = -1 - who
+        cells: Sequence[StateCell] = self.cells
+        if at >= GUESTS:
+            at -= GUESTS
+            cells = self.guests_to_move()
+        return cells[at] if at < len(cells) else None
+
+    def _know_guests(self, optimizer: Optimizer, number: int) -> bool:
+        """Not while it steps, when it does not have all of its parameters.
+
+        False: they are others than before.
+        """
+        wanted = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if is_worth_moving(parameter, self._smallest)
+        ]
+        known = self._guests.get(number)
+        if known is not None:
+            if len(known) == 2 * len(wanted) and all(
+                guest.parameter() is parameter
+                for guest, parameter in zip(known[::2], wanted, strict=True)
+            ):
+                return True
+            for guest in known:
+                guest.drop()
+        found = self._guests[number] = []
+        piece_of = self._piece_of(number)
+        for parameter in wanted:
+            tier = self._tier(parameter.device)
+            if tier is not None:
+                piece = piece_of.get(id(parameter), 0)
+                for is_gradient in (False, True):
+                    found.append(
+                        self._make_guest(parameter, tier, number, piece, is_gradient=is_gradient)
+                    )
+        return known is None
 
     def step(
         self, optimizer: Optimizer, args: Sequence[object], *, whole: bool, first: bool = False
@@ -78,6 +141,7 @@ class Optimizers:
         if not same or number in self._others:
             self._others.discard(number)
             self._put_in_pieces(optimizer, number)
+        same = self._know_guests(optimizer, number) and same
         if pieces is None or len(pieces) < 2 or not can_be_parted(optimizer, args):
             self._event(STEPPING + number * MOST_PIECES)
             self.need(optimizer)
@@ -161,6 +225,8 @@ class Optimizers:
                 cell.owner, cell.piece = number, piece
             elif cell.owner == number:
                 cell.owner, cell.piece = _NOBODY, MOST_PIECES
+        for guest in self._guests.get(number, ()):
+            guest.piece = piece_of.get(id(guest.parameter()), 0)
 
     def admit(self, tensors: Sequence[Movable]) -> None:
         """A cell for each."""
@@ -197,13 +263,14 @@ class Optimizers:
         """All state back on the device, and no cells. Raises if there is no room for some."""
         failures: list[Exception] = []
         kept = []
-        for cell in self.cells:
+        for cell in (*self.cells, *self.guests()):
             try:
                 cell.drop()
             except Exception as error:  # noqa: BLE001 - the others come back all the same
                 failures.append(error)
                 kept.append(cell)
         self.cells = kept
+        self._guests.clear()
         if failures:
             raise failures[0]
 
@@ -213,7 +280,8 @@ class Optimizers:
         self._pieces.clear()
 
     def _of(self, number: int) -> list[StateCell]:
-        return [cell for cell in self.cells if cell.owner == number]
+        """State, and what else has left."""
+        return [c for c in (*self.cells, *self.guests_away()) if c.owner == number]
 
     def _number(self, optimizer: Optimizer) -> int:
         for number, known in self._known.items():

@@ -22,6 +22,7 @@ from lowtide._simulate.remade import remade
 BEGIN = -1  # the code of a step's first event
 ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was saved
 STEPPING = -(1 << 61)  # an optimizer is about to step: plus its number
+GUESTS = 1 << 40  # what is moved of an optimizer is numbered: its state, and from here on guests
 _LAYOUT_SECONDS = 1.0
 _MOST_SECONDS = 100
 
@@ -38,11 +39,12 @@ class Act(IntEnum):
     DROP = 1
     RELEASE = 2
     FETCH = 3
+    HAVE = 4  # nobody asks for it who could be made to wait
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something to do with one cell: that of a save, or from -1 downwards an optimizer state."""
+    """Something to do with one cell: that of a save, or from -1 downwards an optimizer's."""
 
     act: Act
     who: int
@@ -62,6 +64,7 @@ class Observed:
     numbers: tuple[int, ...]  # by which the driver can run each op again; -1: it cannot
     droppable: frozenset[ValueId] = frozenset()  # those that can be made again
     asked: tuple[float, ...] = ()  # when each event, and the end, came in an ordinary step
+    guests: Mapping[ValueId, int] = field(default_factory=dict)  # weights and gradients
 
 
 @dataclass(slots=True)
@@ -122,6 +125,9 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         found[event(swap.release)].append(Action(Act.RELEASE, who))
         if swap.fetch < swap.until:  # else whoever asks for it fetches it
             found[event(swap.fetch)].append(Action(Act.FETCH, who))
+        if swap.value in observed.guests:
+            last = bisect_right(observed.positions, swap.until % count) - 1
+            found[last].append(Action(Act.HAVE, who))
     return Script(
         codes=observed.codes,
         actions=[_in_order(actions) for actions in found],
@@ -239,7 +245,7 @@ def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
     The step was traced in pieces; at once it makes temporary copies of everything, at most of
     twice the state's size.
     """
-    if any(swap.value in observed.states for swap in plan.swaps):
+    if any(swap.value in observed.states or swap.value in observed.guests for swap in plan.swaps):
         return False
     trace = observed.trace
     more = 2 * sum(trace.values[value].bytes for value in observed.states)
@@ -258,12 +264,15 @@ def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
         *(action for action in actions if action.act in (Act.LEAVE, Act.DROP)),
         *reversed(releases),
         *(action for action in actions if action.act is Act.FETCH),
+        *(action for action in actions if action.act is Act.HAVE),
     )
 
 
 def _who(observed: Observed, value: ValueId) -> int:
     if value in observed.states:
         return -1 - observed.states[value]
+    if value in observed.guests:
+        return -1 - GUESTS - observed.guests[value]
     return observed.saves[value]
 
 

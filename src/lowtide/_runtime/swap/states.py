@@ -11,7 +11,7 @@ from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
 from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.tensors import version_of
 
-_NOTHING = torch.UntypedStorage(0, device="cpu")
+NOTHING = torch.UntypedStorage(0, device="cpu")
 
 
 class StateCell(Cell):
@@ -32,7 +32,7 @@ class StateCell(Cell):
         self.handles = 2  # the tensor and the one that shows it whole
         self._device = self.storage.device
         with quiet(), torch.inference_mode(False):
-            self._whole: torch.Tensor | None = _like(tensor, self.storage)
+            self._whole: torch.Tensor | None = like(tensor, self.storage)
         self._tensor = weakref.ref(tensor)  # the optimizer may replace it
         self._version = 0
         self._shown: list[torch.UntypedStorage] = []  # the bytes below, as somebody may see them
@@ -47,11 +47,11 @@ class StateCell(Cell):
 
     def is_orphan(self) -> bool:
         """Whether the optimizer has replaced the tensor."""
-        return self._tensor() is None
+        return self.tensor() is None
 
     def leave(self, at: int | None = None) -> bool:
         """Start to copy it out, if it still is what the optimizer has."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None or tensor.untyped_storage()._cdata != self.key:
             return False
         self._version = version_of(tensor)
@@ -59,7 +59,7 @@ class StateCell(Cell):
 
     def release(self) -> bool:
         """Its bytes are free; the tensor shows the copy."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if self.state is not State.LEAVING or self._tier.stream() != self._stream:
             return self.state is State.AWAY
         if not self._arrived() or tensor is None or version_of(tensor) != self._version:
@@ -70,18 +70,18 @@ class StateCell(Cell):
         with quiet():
             self._shown.append(self._tier.view(self._place))
             self._moving(tensor, self._shown[-1])
-            like, self._whole = self._whole, None
-            if like is None:
-                tensor.data = _like(tensor, self._shown[-1])
+            whole, self._whole = self._whole, None
+            if whole is None:
+                tensor.data = like(tensor, self._shown[-1])
             else:
-                tensor.data = like.set_(self._shown[-1], 0, tensor.size(), tensor.stride())
+                tensor.data = whole.set_(self._shown[-1], 0, tensor.size(), tensor.stride())
             self._let_go()
         self.state = State.AWAY
         return True
 
     def _let_go(self) -> None:
         self._whole = None
-        self.storage = _NOTHING
+        self.storage = NOTHING
 
     def _take_again(self) -> None:
         # A new storage: the old one would ask the allocator of the time when it was made.
@@ -100,10 +100,10 @@ class StateCell(Cell):
     def have(self) -> None:
         """On the device and whole, for what computes next."""
         if self.state in (State.AWAY, State.COMING):
+            tensor = self.tensor()
             self.fetch()
             self._wait()
             self.state = State.HERE
-            tensor = self._tensor()
             if tensor is not None:
                 self._show(tensor)
             self._give()
@@ -114,7 +114,7 @@ class StateCell(Cell):
     def _show(self, tensor: torch.Tensor) -> None:
         with quiet(), torch.inference_mode(False), torch.no_grad():
             shown = tensor.detach()
-            self._whole = _like(tensor, self.storage)
+            self._whole = like(tensor, self.storage)
             if version_of(tensor) != self._version:
                 self._whole.copy_(shown)  # somebody wrote to it while it was away
             self._moving(tensor, self.storage)
@@ -139,10 +139,10 @@ class StateCell(Cell):
         super().drop()
 
 
-def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+def like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """The tensor's shape over other bytes."""
-    like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return like.set_(storage, 0, tensor.size(), tensor.stride())
+    empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return empty.set_(storage, 0, tensor.size(), tensor.stride())
 
 
 def state_tensors(optimizer: Optimizer, smallest: int) -> list[tuple[object, torch.Tensor]]:

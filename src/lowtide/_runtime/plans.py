@@ -1,0 +1,79 @@
+"""A traced step -> the plan of those like it, by whichever policy is asked for.
+
+Weights and gradients move only where no plan does without: state is idle for longer, and nobody
+but its optimizer looks at it.
+"""
+
+from contextlib import suppress
+from functools import partial
+
+from lowtide._analyze.load import find_peak
+from lowtide._ir import Machine, Plan
+from lowtide._policy.autoswap import CannotFit, autoswap
+from lowtide._policy.candidates import Reach
+from lowtide._policy.tide import tide
+from lowtide._runtime.swap.lying import plan_with_layout
+from lowtide._runtime.swap.observe import movable_in, runtime_of
+from lowtide._runtime.swap.pace import paced
+from lowtide._runtime.swap.script import Observed
+
+_SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
+
+
+def plan_by_tide(
+    observed: Observed,
+    machine: Machine,
+    *,
+    limit: int,
+    highest: int | None,
+    host_budget: int,
+    smallest: int,
+) -> Plan | None:
+    """Of steps that hold no more than `limit`; None: none was found.
+
+    `highest`: a layout is looked for that lies within so many bytes.
+    """
+    for guests in (False, True):
+        within = partial(
+            tide,
+            observed.trace,
+            machine,
+            seconds=_SECONDS,
+            patience=_PATIENCE,
+            runtime=runtime_of(observed, guests=guests),
+            smallest=smallest,
+            host_budget=host_budget,
+        )
+        with suppress(CannotFit):
+            if highest is None:
+                return within(limit=limit)
+            return plan_with_layout(observed.trace, within, limit, highest)
+    return None
+
+
+def plan_by_swapping(
+    observed: Observed, machine: Machine, *, limit: int | None, host_budget: int, smallest: int
+) -> Plan:
+    """Without a limit: as little as costs no time."""
+    trace = observed.trace
+    if observed.asked:
+        trace = paced(trace, observed.positions, observed.asked)
+    plain = find_peak(trace).bytes
+    if limit is not None and plain <= limit:
+        seconds = sum(op.seconds for op in trace.ops)
+        return Plan((), plain, seconds, plain, seconds, "keep", machine.name)
+    by_swapping = partial(
+        autoswap,
+        trace,
+        machine,
+        limit=limit,
+        mode="free" if limit is None else "limit",
+        host_budget=host_budget,
+        reach=Reach.RUNTIME,
+        held=observed.held,
+        positions=sorted(set(observed.positions)),
+        smallest=smallest,
+    )
+    with suppress(CannotFit):
+        return by_swapping(movable=movable_in(observed, guests=False))
+    return by_swapping(movable=movable_in(observed, guests=True))

@@ -1,0 +1,165 @@
+"""Weights and gradients: idle for parts of a step, and the last that goes."""
+
+import weakref
+
+import torch
+
+from lowtide._runtime.swap.cell import Cell, State
+from lowtide._runtime.swap.quiet import quiet
+from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
+from lowtide._runtime.swap.states import NOTHING, StateCell, like
+from lowtide._runtime.swap.tier import Tier
+
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+
+
+class GuestCell(StateCell):
+    """A weight, or its gradient: they are the program's, which frees and replaces them at will.
+
+    So lowtide refers to one only from the moment it leaves until it is back. Like optimizer state
+    it shows its bytes where they are, and can be read and written there: a step that needs it
+    earlier than expected is slow, and right.
+    """
+
+    __slots__ = ("_parameter", "_seen", "is_gradient")
+
+    def __init__(
+        self, parameter: torch.Tensor, tier: Tier, owner: int, piece: int, *, is_gradient: bool
+    ) -> None:
+        Cell.__init__(self, NOTHING, tier)
+        self.bytes = parameter.nbytes
+        self.owner, self.piece = owner, piece
+        self.handles = 2  # the tensor and the one that shows it whole
+        self.is_gradient = is_gradient
+        self._parameter = weakref.ref(parameter)
+        self._device = parameter.device
+        self._whole = None
+        self._version = 0
+        self._shown = []
+        self._seen: weakref.ref[torch.UntypedStorage] | None = None  # the bytes below
+
+    def parameter(self) -> torch.Tensor | None:
+        """The one it is about, as long as that is there."""
+        return self._parameter()
+
+    def subject(self) -> torch.Tensor | None:
+        """What may move, as it is now: a gradient is another one in every step."""
+        parameter = self._parameter()
+        if parameter is None or not self.is_gradient:
+            return parameter
+        return parameter.grad
+
+    def tensor(self) -> torch.Tensor | None:
+        """What has left, unless the program has replaced it meanwhile."""
+        subject = self.subject()
+        if subject is None:
+            return None
+        storage: torch.UntypedStorage | None = self.storage
+        if self.state in (State.AWAY, State.COMING):
+            storage = None if self._seen is None else self._seen()
+        if storage is None or storage._cdata != subject.untyped_storage()._cdata:
+            return None
+        return subject
+
+    def alone(self) -> bool:
+        """Whether nobody else looks at its bytes; nor does anybody where there are none."""
+        if self.state is not State.HERE:
+            return super().alone()
+        subject = self.subject()
+        if subject is None:
+            return True
+        storage = subject.untyped_storage()
+        return not is_shared(storage, 1)
+
+    def leave(self, at: int | None = None) -> bool:
+        """Start to copy it out, if there is one that can."""
+        self.settle()
+        subject = self.subject()
+        if self.state is not State.HERE or subject is None or not self._can_move(subject):
+            return False
+        self.storage = subject.untyped_storage()
+        self.key = self.storage._cdata
+        self._stream = self._tier.stream()
+        with quiet(), torch.inference_mode(False):
+            self._whole = like(subject, self.storage)
+        if super().leave(at):
+            return True
+        self._part()
+        return False
+
+    def release(self) -> bool:
+        """Its bytes are free, unless somebody has begun to look at them."""
+        here = self.state is State.LEAVING and self._tier.stream() == self._stream
+        if here and self._arrived() and not super().alone():
+            self.have()
+        released = super().release()
+        if self._shown:
+            self._seen = weakref.ref(self._shown.pop())  # a gradient is free when it is let go
+        if self.state is State.HERE:
+            self._part()
+        return released
+
+    def have(self) -> None:
+        """On the device and whole, and no longer ours."""
+        self.settle()
+        if self.state is not State.HERE:
+            super().have()
+            self._part()
+
+    def settle(self) -> None:
+        """What has left and is no more is no longer away."""
+        if self.state in (State.HERE, State.GONE) or self.tensor() is not None:
+            return
+        self._wait()
+        if self.state is State.AWAY:
+            self._found_gone()
+        self.state = State.HERE
+        self._give()
+        self._part()
+
+    def drop(self) -> None:
+        """Back on the device, and never ours again."""
+        self.settle()
+        super().drop()
+
+    def _give(self) -> None:
+        if self._seen is not None and self._seen() is not None:
+            return  # somebody still looks at the bytes below
+        self._seen = None
+        super()._give()
+
+    def _found_gone(self) -> None:
+        """The program has let go of it while it was away."""
+
+    def _part(self) -> None:
+        self._whole = None
+        self.storage = NOTHING
+
+    def _can_move(self, tensor: torch.Tensor) -> bool:
+        if (
+            type(tensor) not in _KINDS
+            or tensor.layout is not torch.strided
+            or not tensor.is_leaf
+            or tensor._base is not None
+            or tensor.is_inference()
+            or tensor.device != self._device
+        ):
+            return False
+        storage = tensor.untyped_storage()
+        return (
+            storage.nbytes() == self.bytes
+            and tensor.storage_offset() == 0
+            and storage.resizable()
+            and not in_shared_memory(storage)
+        )
+
+
+def is_worth_moving(parameter: object, smallest: int) -> bool:
+    """Whether it is trained, and large enough."""
+    return (
+        type(parameter) in _KINDS
+        and isinstance(parameter, torch.Tensor)
+        and parameter.requires_grad
+        and parameter.layout is torch.strided
+        and parameter.nbytes >= smallest
+    )

@@ -1,0 +1,239 @@
+"""Weights and gradients that leave: by plan where state is not enough, and as a last resort."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jobs import Job, heavy
+from tides import BUILDS, STEPS, check, plain, planned_of
+from tight import bits_of, find_difference, fitted, run, state_of
+from torch import nn
+
+import lowtide
+from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.guests import GuestCell
+from lowtide._runtime.swap.script import Script
+
+pytestmark = pytest.mark.usefixtures("plans_at_once", "pieces")
+
+
+def moved_guests(script: Script) -> set[int]:
+    guests = script.observed.guests
+    return {guests[swap.value] for swap in script.plan.swaps if swap.value in guests}
+
+
+def test_they_come_and_go_by_plan_where_state_is_not_enough() -> None:
+    """Weights and gradients take half of what there is, and at no time are all of them there."""
+    planned, peaks = check("tidy", 0.47)
+    assert planned.steps == {Mode.DYNAMIC: 1, Mode.TRACED: 1, Mode.PLANNED: STEPS - 2}
+    (script,) = planned.following.scripts
+    moved = moved_guests(script)
+    assert len(script.observed.guests) >= 2 * 16
+    assert any(number % 2 for number in moved), "no gradient leaves"
+    assert all(peak <= 1.01 * script.plan.peak_bytes for peak in peaks[3:])
+
+
+def test_weights_are_back_before_they_are_read() -> None:
+    job = heavy(tidy=True)
+    budget = int(0.47 * max(plain("tidy").peaks))
+    below: list[Mode] = []
+    with lowtide.fit(job.model, job.optimizers, budget=budget) as tide:
+        planned = planned_of(tide)
+
+        def look(module: nn.Module, _given: object, _made: object) -> None:
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            if not weight.untyped_storage().resizable():
+                below.append(planned.mode)
+
+        for module in job.model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(look)
+        for _ in range(6):
+            job.step()
+        (script,) = planned.following.scripts
+    assert any(number % 2 == 0 for number in moved_guests(script)), "no weight leaves"
+    assert planned.steps[Mode.PLANNED] == 4 and Mode.PLANNED not in below
+
+
+def test_they_stay_where_state_is_enough() -> None:
+    planned, _ = check("tidy", 0.8)
+    (script,) = planned.following.scripts
+    assert script.plan.swaps and not moved_guests(script)
+
+
+@pytest.mark.parametrize("name", ["heavy", "tidy", "at once"])
+@pytest.mark.parametrize("share", [0.42, 0.33])
+def test_without_a_plan_they_are_the_last_that_goes(
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgeting, "_PIECE", 1 << 19)
+    check(name, share)
+
+
+def clipping(optimizer: Callable[..., torch.optim.Optimizer], **how: Any) -> Callable[[], Job]:
+    """Gradients are added to, looked at and written to before the optimizer steps."""
+
+    def build() -> Job:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+        steps = optimizer(model.parameters(), **how)
+
+        def step() -> torch.Tensor:
+            for _ in range(2):
+                loss: torch.Tensor = model(torch.randn(64, 256)).square().mean()
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            steps.step()
+            steps.zero_grad()
+            return loss.detach()
+
+        return Job(model, [steps], step)
+
+    return build
+
+
+@pytest.mark.parametrize("policy", ["tide", "delta"])
+@pytest.mark.parametrize("share", [0.75, 0.7])
+@pytest.mark.parametrize(
+    "build",
+    [
+        clipping(torch.optim.AdamW, lr=1e-3),
+        clipping(torch.optim.AdamW, lr=1e-3, foreach=True),
+        clipping(torch.optim.SGD, lr=0.1, momentum=0.9),
+        clipping(torch.optim.SGD, lr=0.1),
+    ],
+    ids=["adamw", "foreach", "momentum", "sgd"],
+)
+def test_gradients_are_clipped_and_added_to_wherever_they_are(
+    build: Callable[[], Job], share: float, policy: str
+) -> None:
+    plainly = run(build, 5)
+    budget = int(share * max(plainly.peaks))
+    ours = run(build, 5, budget, policy=policy)
+    assert find_difference(ours.result, plainly.result) is None
+    assert max(ours.peaks) <= 1.01 * budget
+
+
+@pytest.mark.parametrize("share", [0.5, 0.45])
+def test_swapping_alone_moves_them_where_it_must(share: float) -> None:
+    plainly = run(BUILDS["tidy"], 6)
+    job = BUILDS["tidy"]()
+    budget = int(share * max(plainly.peaks))
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="autoswap") as tide:
+        losses = [job.step() for _ in range(6)]
+        assert tide._budgeted is not None
+        (script,) = tide._budgeted._driver.following.scripts
+    assert moved_guests(script)
+    assert script.plan.peak_bytes <= budget
+    assert find_difference(bits_of([*losses, *state_of(job)]), plainly.result[:-1]) is None
+
+
+@pytest.mark.parametrize("policy", ["tide", "delta"])
+def test_they_can_be_looked_at_evaluated_and_stored_while_they_are_away(policy: str) -> None:
+    def use(job: Job, budget: int | None) -> list[torch.Tensor]:
+        found = []
+        with fitted(job, budget, policy=policy) as tide:
+            for _ in range(3):
+                found.append(job.step())
+                send_away(tide)
+                with torch.no_grad():
+                    found.append(job.model(torch.randn(8, 256)))
+                stored = io.BytesIO()
+                torch.save(job.model.state_dict(), stored)
+                found += torch.load(io.BytesIO(stored.getvalue())).values()
+                found += [p.grad.clone() for p in job.model.parameters() if p.grad is not None]
+        return [*found, *state_of(job)]
+
+    def send_away(tide: Any) -> None:
+        if tide is not None:
+            idle = tide._budgeted._dynamic.idle
+            idle.release(lambda: False, leaving=False)
+            assert {guest.state for guest in idle.optimizers.guests()} == {State.AWAY}
+
+    expected = bits_of(use(heavy(), None))
+    assert find_difference(bits_of(use(heavy(), 64 << 20)), expected) is None
+
+
+def test_gradients_that_are_let_go_while_they_are_away_leave_nothing_behind() -> None:
+    """As a loop does whose gradients were no numbers."""
+    job = heavy(tidy=True)
+    with lowtide.fit(job.model, job.optimizers, budget=64 << 20) as tide:
+        for _ in range(2):
+            job.step()
+        dynamic = tide._budgeted._dynamic if tide._budgeted is not None else None
+        assert dynamic is not None
+        for _ in range(3):
+            job.model(torch.randn(64, 256)).square().mean().backward()
+            dynamic.idle.release(lambda: False, leaving=False)
+            assert dynamic.ledger.away > 0
+            for optimizer in job.optimizers:
+                optimizer.zero_grad()
+            for parameter in job.model.parameters():
+                parameter.data = parameter.detach().clone()  # nor are these what they were
+            job.step()
+            optimizers = planned_of(tide).idle.optimizers
+            cells = (*optimizers.cells, *optimizers.guests())
+            away = sum(cell.bytes for cell in cells if cell.state is State.AWAY)
+            assert dynamic.ledger.away == away
+    for tensor in job.model.parameters():
+        assert tensor.untyped_storage().resizable()
+
+
+def test_who_looks_at_a_weight_keeps_it_here() -> None:
+    tier = FileTier()
+    weight = nn.Parameter(torch.arange(1024.0))
+    cell = GuestCell(weight, tier, 0, 0, is_gradient=False)
+    view = weight.detach()[:8]
+    assert not cell.alone()
+    del view
+    assert cell.alone()
+    assert cell.leave()
+    view = weight.detach()[:8]  # in the last moment
+    assert not cell.release()
+    assert cell.state is State.HERE and weight.untyped_storage().resizable()
+    assert view.data_ptr() == weight.data_ptr()
+    del view
+    assert cell.leave()
+    assert cell.release()
+    assert not weight.untyped_storage().resizable(), "it is shown where it is"
+    with torch.no_grad():
+        weight[0] = 7
+    cell.have()
+    assert weight.untyped_storage().resizable()
+    assert torch.equal(weight, torch.tensor([7.0, *range(1, 1024)]))
+    assert not tier._ranges.taken
+    cell.drop()
+    tier.close()
+
+
+def test_a_gradient_is_another_one_in_every_step() -> None:
+    tier = FileTier()
+    weight = nn.Parameter(torch.zeros(1024))
+    cell = GuestCell(weight, tier, 0, 0, is_gradient=True)
+    assert cell.alone() and not cell.leave(), "there is none"
+    for i in range(3):
+        weight.grad = torch.full((1024,), float(i))
+        assert cell.leave()
+        assert cell.release()
+        assert weight.grad is not None and float(weight.grad[5]) == i
+        if i == 1:
+            weight.grad = None
+        cell.have()
+        assert cell.state is State.HERE
+        there = [] if weight.grad is None else [float(weight.grad.sum())]
+        assert there == ([] if i == 1 else [1024.0 * i])
+    assert not tier._ranges.taken
+    cell.drop()
+    tier.close()
+
+
+def test_a_budget_below_what_a_step_of_the_optimizer_needs_is_refused_at_once() -> None:
+    job = heavy()
+    with pytest.raises(lowtide.OutOfBudget, match=r"a weight of \(256, 256\).* at least \d+ bytes"):
+        lowtide.fit(job.model, job.optimizers, budget="300KiB").__enter__()
