@@ -171,7 +171,8 @@ def test_gradients_that_are_let_go_while_they_are_away_leave_nothing_behind() ->
         for _ in range(3):
             job.model(torch.randn(64, 256)).square().mean().backward()
             dynamic.idle.release(lambda: False, leaving=False)
-            assert dynamic.ledger.away > 0
+            gradients = [g for g in dynamic.idle.optimizers.guests() if g.is_gradient]
+            assert {gradient.state for gradient in gradients} == {State.AWAY}
             for optimizer in job.optimizers:
                 optimizer.zero_grad()
             for parameter in job.model.parameters():

@@ -99,6 +99,11 @@ class GuestCell(StateCell):
             self._part()
         return released
 
+    def fetch(self) -> bool:
+        """Nothing comes back for nobody."""
+        self.settle()
+        return super().fetch()
+
     def have(self) -> None:
         """On the device and whole, and no longer ours."""
         self.settle()
