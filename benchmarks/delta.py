@@ -106,12 +106,14 @@ class Workers:
         quiet: bool,
         script: str = "delta_works.py",
         limit: Callable[..., int] = most_seconds,
+        also: Mapping[str, str] | None = None,  # in their environment
     ) -> None:
         self._part = part
         self._count = count
         self._quiet = quiet
         self._script = script
         self._limit = limit
+        self._also = dict(also or {})
         self._waiting: list[subprocess.Popen[str]] = []
 
     def ask(self, *task: Any) -> list[Row]:
@@ -156,7 +158,7 @@ class Workers:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={key: value for key, value in os.environ.items() if key not in settings},
+            env={k: v for k, v in os.environ.items() if k not in settings} | self._also,
         )
 
 

@@ -6,29 +6,35 @@ points  each work plain, with tide at shares of the plain peak and at the budget
         at, with checkpoints, with selective ones, with TRL's OffloadActivations, and compiled
 same    whether tide's losses, dropout and all, are plain's bit for bit
 
-A process for each work and method; what it runs is in pareto_works.py. Plain steps are timed in
-every run, and what is measured in it is compared with them. A file that is there is added to, so
-that a run may be parted with --parts, --only, --methods and --budgets. --dry-run walks through it
-all with made-up figures and says about how long each task takes; --plot draws what the file has.
-Neither needs a GPU.
+A process for each work and method; what it runs is in pareto_works.py. Several works are measured
+side by side, and use the GPU in turns (turns.py): while one waits for its plan, another computes.
+Plain steps are timed in every run, and what is measured in it is compared with them. A file that is
+there is added to, so that a run may be parted with --parts, --only, --methods and --budgets.
+--dry-run walks through it all with made-up figures and says about how long each task takes; --plot
+draws what the file has. Neither needs a GPU.
 """
 
 import argparse
 import json
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import delta
-from delta import Ask, Row, Save, Workers
+from delta import Ask, Row, Workers
+from turns import table
 
 GIB = 2**30
+Put = Callable[[dict[str, Any]], None]
 FULL, ROOM = "100%", 1.05  # the budget that is not tight, over what plain training reserves
 SHARES = (FULL, "80%", "66%", "50%", "40%", "33%", "25%")  # of the plain peak
-METHODS = ("plain", "tide", "checkpoint", "selective", "offload_activations", "compile")
+METHODS = ("plain", "compile", "tide", "checkpoint", "selective", "offload_activations")
 COMPILED = ("1.0", "0.5")  # torch._functorch.config.activation_memory_budget
 PARTS = ("points", "same")
 
@@ -51,7 +57,10 @@ SAME: dict[str, tuple[int, float]] = {  # the batch, and the budget over the pla
     "ResNet-50 256 tf32": (64, 0.6),
     "ResNet-50 256 bf16": (64, 0.6),
 }
-LOADED = 9  # processes that are started at once
+WAVES = (  # works that are on the GPU side by side, at most 110 GiB of it
+    ("GPT-2 medium 16x1024", "Llama-1B-like 4x2048", "BERT-large 16x384"),
+    ("ViT-B/16 256 tf32", "ResNet-50 256 tf32", "ResNet-50 256 bf16"),
+)
 
 
 def budgets_of(name: str, plain: Row, wanted: list[str]) -> list[tuple[str, int]]:
@@ -69,10 +78,10 @@ def budgets_of(name: str, plain: Row, wanted: list[str]) -> list[tuple[str, int]
 
 
 def most_seconds(kind: str, *rest: Any) -> int:
-    """What a task may take."""
+    """What a task may take, with others around."""
     if kind == "tide":
-        return 60 + 60 * len(rest[1])
-    return {"warm": 400, "once": 150, "compile": 420, "same": 150}[kind]
+        return 180 + 100 * len(rest[1])
+    return {"warm": 400, "once": 400, "compile": 500, "same": 400}[kind]
 
 
 @dataclass(frozen=True)
@@ -157,23 +166,42 @@ class Imagined(delta.Imagined):
 
 
 @contextmanager
-def answering(part: str, tasks: int, *, dry: bool) -> Iterator[Workers | Imagined]:
-    """Who answers the tasks of a part; about how many they are."""
+def answering(
+    part: str, tasks: int, also: Mapping[str, str], *, dry: bool
+) -> Iterator[Workers | Imagined]:
+    """Who answers the tasks of a part, for one work; about how many they are."""
     answers: Workers | Imagined
     if dry:
         answers = Imagined()
     else:
-        count = min(LOADED, tasks)
-        answers = Workers(part, count, quiet=True, script="pareto_works.py", limit=most_seconds)
-    began = time.perf_counter()
+        answers = Workers(
+            part, tasks, quiet=True, script="pareto_works.py", limit=most_seconds, also=also
+        )
     try:
         yield answers
     finally:
         answers.close()
-        if isinstance(answers, Imagined):
-            print(f"{part}: would take about {answers.seconds:.0f} s", flush=True)
-        else:
-            print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+class Results:
+    """What is in the file: works are added to it by several threads."""
+
+    def __init__(self, path: Path | None, *, dry: bool) -> None:
+        self.found: dict[str, Any] = {}
+        self._path = path
+        self._dry = dry
+        self._lock = threading.Lock()
+        if path and path.exists():
+            self.found = json.loads(path.read_text())
+
+    def put(self, part: str, name: str, entry: Any) -> None:
+        """As it is by now: whose it is may go on with it."""
+        copy = json.loads(json.dumps(entry))
+        with self._lock:
+            self.found.setdefault(part, {})[name] = copy
+            if self._path and not self._dry:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(json.dumps(self.found, indent=1) + "\n")
 
 
 def main() -> None:
@@ -200,42 +228,56 @@ def main() -> None:
     if options.plot and not (options.out and options.out.exists()):
         parser.error("--plot draws what is in --out: give a file that is there")
 
-    results: dict[str, Any] = {}
-    if options.out and options.out.exists():
-        results = json.loads(options.out.read_text())
+    results = Results(options.out, dry=options.dry_run)
     if options.plot:
-        plot(results, options.out.with_suffix(".png"))
+        plot(results.found, options.out.with_suffix(".png"))
         return
     if not options.dry_run:
         from machine import machine_facts
 
-        results["machine"] = machine_facts()
-
-    def save() -> None:
-        if options.out and not options.dry_run:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
-
-    began, imagined = time.perf_counter(), 0.0
-    tasks = {"warm": 1, "points": len(names) * len({"plain", *methods}), "same": len(names)}
-    if "same" in parts or "tide" in methods:
-        parts = ["warm", *parts]
-    for part in parts:
-        with answering(part, tasks[part], dry=options.dry_run) as answers:
-            for name in names if part != "warm" else ():
-                if part == "points":
-                    work = results.setdefault("works", {}).setdefault(name, {})
-                    points(name, methods, budgets, answers.ask, work, save)
-                else:
-                    same(name, answers.ask, results.setdefault("same", {}))
-                    save()
-            if part == "warm":
+        results.found["machine"] = machine_facts()
+    began = time.perf_counter()
+    with table() as also:
+        if "same" in parts or "tide" in methods:
+            with answering("warm", 1, also, dry=options.dry_run) as answers:
                 print("warm", answers.ask("warm")[-1], flush=True)
-        imagined += getattr(answers, "seconds", 0.0)
+        imagined = 0.0
+        for part in parts:
+            since = time.perf_counter()
+            tasks = len({"plain", *methods}) if part == "points" else 1
+            measure = partial(
+                measure_work, part, tasks, methods, budgets, results, also, dry=options.dry_run
+            )
+            for wave in WAVES:
+                some = [name for name in wave if name in names]
+                with ThreadPoolExecutor(1 if options.dry_run else len(wave)) as pool:
+                    imagined += sum(pool.map(measure, some))
+            print(f"{part}: {time.perf_counter() - since:.0f} s", flush=True)
     if options.dry_run:
-        print(f"all of it would take about {imagined:.0f} s")
+        print(f"all of it would take about {imagined:.0f} s, one after the other")
     else:
         print(f"{time.perf_counter() - began:.0f} s")
+
+
+def measure_work(
+    part: str,
+    tasks: int,
+    methods: list[str],
+    budgets: list[str],
+    results: Results,
+    also: Mapping[str, str],
+    name: str,
+    *,
+    dry: bool,
+) -> float:
+    """One work's share of a part; in a dry run, about how many seconds it takes."""
+    with answering(part, tasks, also, dry=dry) as answers:
+        if part == "points":
+            work = dict(results.found.get("works", {}).get(name, {}))
+            points(name, methods, budgets, answers.ask, work, partial(results.put, "works", name))
+        else:
+            results.put("same", name, same(name, answers.ask))
+    return answers.seconds if isinstance(answers, Imagined) else 0.0
 
 
 def points(
@@ -244,20 +286,20 @@ def points(
     budgets: list[str],
     ask: Ask,
     work: dict[str, Any],
-    save: Save,
+    put: Put,
 ) -> None:
     """Each method's step time over plain's, and what it held at most."""
     plain = work["plain"] = ask("once", name, "plain")[-1]
     beside_plain(plain, plain)
     show(name, "plain", "", plain)
-    save()
+    put(work)
     if "error" in plain:
         return
     for method in METHODS[1:]:
         if method not in methods:
             continue
         if method == "tide":
-            under_budgets(name, budgets_of(name, plain, budgets), plain, ask, work, save)
+            under_budgets(name, budgets_of(name, plain, budgets), plain, ask, work, put)
         elif method == "compile":
             found = ask("compile", name)
             entry = work[method] = dict(zip(COMPILED, found, strict=False))
@@ -270,7 +312,7 @@ def points(
             row = work[method] = ask("once", name, method)[-1]
             beside_plain(row, plain)
             show(name, method, "", row)
-        save()
+        put(work)
 
 
 def under_budgets(
@@ -279,7 +321,7 @@ def under_budgets(
     plain: Row,
     ask: Ask,
     work: dict[str, Any],
-    save: Save,
+    put: Put,
 ) -> None:
     """Tide at each budget; the rest in a new process, should one of them fail."""
     entry = work.setdefault("tide", {})
@@ -293,7 +335,7 @@ def under_budgets(
                 row["aim"] = AIMS[name][label]
             entry[label] = row
             show(name, "tide", label, row)
-        save()
+        put(work)
         left = left[len(found) :]
 
 
@@ -313,12 +355,12 @@ def is_held(row: Row) -> bool:
     return bool(max(row["peak_bytes"], row["reserved_bytes"]) <= row["budget_bytes"])
 
 
-def same(name: str, ask: Ask, works: dict[str, Any]) -> None:
+def same(name: str, ask: Ask) -> Row:
     """Whether the losses are plain's."""
-    row = works[name] = ask("same", name)[-1]
+    row = ask("same", name)[-1]
     if "error" in row:
         print(f"{name:20} same failed: {row['error'][:160]}", flush=True)
-        return
+        return row
     row["held"] = is_held(row)
     said = "identical" if row["identical"] else "DIFFERENT"
     if not row["plain_repeats"]:
@@ -328,6 +370,7 @@ def same(name: str, ask: Ask, works: dict[str, Any]) -> None:
         f" {'held' if row['held'] else 'NOT HELD'} {row['budget_bytes'] / GIB:.2f} GiB",
         flush=True,
     )
+    return row
 
 
 def show(name: str, method: str, label: str, row: Row) -> None:

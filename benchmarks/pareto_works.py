@@ -4,7 +4,7 @@ python benchmarks/pareto_works.py points
 
 Says that its imports are done, waits for the line with the task, and prints a line of JSON for
 each result. Peaks are those of all steps, the first included; only where a step is compiled first
-do they begin after that.
+do they begin after that. Where there are others on the machine the GPU is used in turns.
 """
 
 import json
@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import delta_works
@@ -25,6 +26,7 @@ from pareto import COMPILED, FULL, SAME
 from subjects import TIDY, Entry, Subject, _bert, _language, _vision
 from swap import TIMED, context_of, plain_times, timed
 from torch import nn
+from turns import Turn
 
 import lowtide
 from lowtide._ir import Rerun
@@ -44,6 +46,7 @@ WORKS: dict[str, Entry] = {
 }
 
 Step = Callable[[], None]
+TURN = Turn()
 
 
 def main() -> None:
@@ -56,7 +59,8 @@ def main() -> None:
     kind, *rest = json.loads(line)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        TASKS[kind](*rest)
+        with nullcontext() if kind == "compile" else TURN.taken():
+            TASKS[kind](*rest)
     except Exception as error:  # noqa: BLE001 - that, too, is a result
         say({"error": in_a_line(error)})
 
@@ -121,17 +125,18 @@ def once(name: str, method: str) -> None:
 def compiled(name: str) -> None:
     """As torch.compile has it, with all activations it wants to keep and with a share of them."""
     for share in COMPILED:
-        torch._dynamo.reset()
-        torch._functorch.config.activation_memory_budget = float(share)
-        subject = build(name)
-        subject.model.compile()
-        step = step_of(name, subject)
-        began = time.perf_counter()
-        for _ in range(WARM):
-            step()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        with peaks() as look:
+        with TURN.taken(alone=False):
+            torch._dynamo.reset()
+            torch._functorch.config.activation_memory_budget = float(share)
+            subject = build(name)
+            subject.model.compile()
+            step = step_of(name, subject)
+            began = time.perf_counter()
+            for _ in range(WARM):
+                step()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+        with TURN.taken(), peaks() as look:
             say({**summed_up(timed(step)), **look(), "compiling_seconds": round(seconds, 1)})
         del subject, step
 
@@ -171,6 +176,7 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
         planned = budgeted._dynamic.planned
         planning = stopwatch(planned, "learn")  # from the end of the traced step on
         searching = stopwatch(planned, "_plan")
+        TURN.lend_during(planned, "_plan", torch.cuda.synchronize)
         step()
         first = look()
         for _ in range(PATIENCE - 1):
@@ -255,8 +261,9 @@ def same(name: str) -> None:
     subject = build(name)
     around = lowtide.fit(subject.model, subject.optimizer, budget=f"{budget}B", policy="tide")
     with peaks() as look, around as fitted:
-        ours = losses(subject)
         budgeted: Any = fitted._budgeted
+        TURN.lend_during(budgeted._dynamic.planned, "_plan", torch.cuda.synchronize)
+        ours = losses(subject)
         say(
             {
                 "batch": batch,

@@ -3,21 +3,29 @@
 python benchmarks/swap.py --out benchmarks/results/swap.json [--only GPT-2,...] [--budgets 0.8,0.6]
 
 One process for each work and method. In lowtide's, plain steps are timed before and after each
-budget. A file that is there is added to, so that a run may be parted with --only.
+budget. Works are measured side by side, and use the GPU in turns (turns.py). A file that is there
+is added to, so that a run may be parted with --only.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from turns import Turn, table
+
+SIDE_BY_SIDE = 2  # works: what they pin has to fit in main memory
 WARM, TIMED, LEARNING = 3, 6, 10
 BUDGETS = ("free", "0.95", "0.9", "0.8", "0.6", "0.4")
 OTHERS = ("plain", "offload_activations", "save_on_cpu")
@@ -34,7 +42,12 @@ def main() -> None:
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
-        print(json.dumps(measure(*json.loads(options.task))), flush=True)
+        import torch  # noqa: F401 - before the turn
+
+        turn = Turn()
+        with turn.taken():
+            found = measure(turn, *json.loads(options.task))
+        print(json.dumps(found), flush=True)
         return
     from machine import machine_facts
     from subjects import TIDY
@@ -44,25 +57,31 @@ def main() -> None:
         results = json.loads(options.out.read_text())
     results["machine"] = machine_facts()
     began = time.perf_counter()
-    for name in TIDY:
-        if options.only and not name.startswith(tuple(options.only.split(","))):
-            continue
-        work = results["works"].setdefault(name, {})
+    lock = threading.Lock()
+
+    def measure_work(name: str, also: Mapping[str, str]) -> None:
         for method in options.methods.split(","):
             budgets = options.budgets.split(",") if method == "lowtide" else []
-            found = run(name, method, budgets, options.traces)
+            found = run(name, method, budgets, options.traces, also)
             show(name, method, found)
-            if isinstance(found, list):
-                work.setdefault("lowtide", {}).update({row["budget"]: row for row in found})
-            else:
-                work[method] = found
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+            with lock:
+                work = results["works"].setdefault(name, {})
+                if isinstance(found, list):
+                    work.setdefault("lowtide", {}).update({row["budget"]: row for row in found})
+                else:
+                    work[method] = found
+                if options.out:
+                    options.out.parent.mkdir(parents=True, exist_ok=True)
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+    begins = tuple(options.only.split(",")) if options.only else ("",)
+    names = [name for name in TIDY if name.startswith(begins)]
+    with table() as also, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        list(pool.map(partial(measure_work, also=also), names))
     print(f"{time.perf_counter() - began:.0f} s")
 
 
-def run(name: str, method: str, budgets: list[str], traces: str) -> Any:
+def run(name: str, method: str, budgets: list[str], traces: str, also: Mapping[str, str]) -> Any:
     """One method in a process of its own."""
     task = json.dumps([name, method, budgets, traces])
     done = subprocess.run(
@@ -70,6 +89,7 @@ def run(name: str, method: str, budgets: list[str], traces: str) -> Any:
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, **also},
     )
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
@@ -99,7 +119,7 @@ def show(name: str, method: str, found: Any) -> None:
         print(line, flush=True)
 
 
-def measure(name: str, method: str, budgets: list[str], traces: str) -> Any:
+def measure(turn: Turn, name: str, method: str, budgets: list[str], traces: str) -> Any:
     """In this process."""
     import torch
     from subjects import TIDY
@@ -115,7 +135,7 @@ def measure(name: str, method: str, budgets: list[str], traces: str) -> Any:
     if method == "lowtide":
         observed: list[Any] = []
         plain: list[list[float]] = []
-        rows = [under(budget, subject, step, observed, plain) for budget in budgets]
+        rows = [under(budget, subject, step, observed, plain, turn) for budget in budgets]
         if traces and observed:
             write_trace(observed[0], Path(traces) / name.lower().replace(" ", "-"))
         return rows
@@ -193,8 +213,11 @@ def under(
     step: Callable[[], None],
     observed: list[Any],
     plain: list[list[float]],
+    turn: Turn,
 ) -> dict[str, Any]:
     """One budget, with plain steps before it and after it."""
+    import torch
+
     import lowtide
     from lowtide._simulate.simulate import simulate
 
@@ -204,10 +227,11 @@ def under(
             subject.model, subject.optimizer, policy="autoswap", budget=budget
         ) as tide:
             keep_observed(tide, observed)
+            assert tide._budgeted is not None
+            turn.lend_during(tide._budgeted._driver, "_make_plan", torch.cuda.synchronize)
             for _ in range(LEARNING):
                 step()
             row: dict[str, Any] = {"budget": budget, **measured(step)}
-            assert tide._budgeted is not None
             script = tide._budgeted._driver.following.scripts[0]
             row["pinned_bytes"] = tide._budgeted.summary().below_bytes
             row["swapped_bytes"] = script.swapped_bytes

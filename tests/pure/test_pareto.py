@@ -19,7 +19,7 @@ def measured(name: str, ask: Any = None, **given: list[str]) -> dict[str, Any]:
     work: dict[str, Any] = {}
     methods = given.get("methods", list(METHODS))
     budgets = given.get("budgets", list(BUDGETS))
-    pareto.points(name, methods, budgets, ask or Imagined().ask, work, lambda: None)
+    pareto.points(name, methods, budgets, ask or Imagined().ask, work, lambda _: None)
     return work
 
 
@@ -87,7 +87,7 @@ def test_a_budget_that_fails_leaves_the_next_to_a_new_process() -> None:
 def test_what_was_measured_before_stays() -> None:
     work = measured(BERT, methods=["tide"], budgets=["80%", "50%"])
     before = work["tide"]["80%"]
-    pareto.points(BERT, ["tide"], ["50%"], Imagined().ask, work, lambda: None)
+    pareto.points(BERT, ["tide"], ["50%"], Imagined().ask, work, lambda _: None)
     assert work["tide"]["80%"] is before
 
 
