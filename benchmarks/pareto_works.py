@@ -32,7 +32,7 @@ import lowtide
 from lowtide._ir import Rerun
 
 WARM = 3  # steps before those that are timed
-PATIENCE = 24  # ... at most, where they wait for a plan and its layout
+PATIENCE = 48  # ... at most, where they wait for a plan and its layout
 FOLLOWED = 2  # steps by both before those that are timed
 STEPS = 5  # whose losses are compared: one unseen, one traced, the rest by a plan
 
@@ -181,7 +181,8 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
         first = look()
         for _ in range(PATIENCE - 1):
             pool = fitted._pool
-            if pool is not None and pool.summary().replayed >= FOLLOWED:
+            is_laid_out = pool is not None and pool.summary().replayed >= FOLLOWED
+            if is_laid_out and planned.is_steady():
                 break
             if planned.modes and planned.modes[-1] == "loose":
                 break

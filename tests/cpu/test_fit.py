@@ -135,7 +135,7 @@ def test_the_pool_is_told_once_that_steps_are_others(monkeypatch: pytest.MonkeyP
         planned = tide._budgeted._dynamic.planned
         assert planned is not None
         train(model, optimizer)
-        planned.planned_anew = True
+        planned.replans.anew = True
         train(model, optimizer)
         train(model, optimizer)
         assert pool.told == [False, True, False]

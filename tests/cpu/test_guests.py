@@ -234,6 +234,18 @@ def test_a_gradient_is_another_one_in_every_step() -> None:
     tier.close()
 
 
+def test_a_gradient_without_bytes_of_its_own_stays() -> None:
+    tier = FileTier()
+    table = nn.Embedding(64, 16, sparse=True)
+    table(torch.arange(4)).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
+    cell = GuestCell(table.weight, tier, 0, 0, is_gradient=True)
+    assert cell.alone() and not cell.leave()
+    cell.have()
+    cell.drop()
+    tier.close()
+
+
 def test_a_budget_below_what_a_step_of_the_optimizer_needs_is_refused_at_once() -> None:
     job = heavy()
     with pytest.raises(lowtide.OutOfBudget, match=r"a weight of \(256, 256\).* at least \d+ bytes"):

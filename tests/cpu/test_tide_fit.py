@@ -24,8 +24,8 @@ from lowtide._runtime import plans
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.modes import Mode
-from lowtide._runtime.delta.planned import _OFTEN, _SHORT
 from lowtide._runtime.delta.recipe import Call, Value
+from lowtide._runtime.delta.replans import _OFTEN, _SHORT
 from lowtide._runtime.swap.script import Act
 
 pytestmark = pytest.mark.usefixtures("plans_at_once")
@@ -214,7 +214,7 @@ def test_where_memory_stays_short_steps_are_planned_anew_in_less(
         assert len({id(plan) for plan in train(1, 0)}) == 1
         plans = train(_SHORT, 1) if often == 1 else train(2, often)
         assert plans[-1] is not first.plan
-        assert planned.planned_anew  # memory may be laid out for the old one
+        assert planned.replans.anew  # memory may be laid out for the old one
         assert plans[-1].peak_bytes <= 0.96 * budget
         for _ in range(5):
             plans += train(2 + _SHORT, 1)

@@ -23,6 +23,7 @@ from lowtide._machine.host import available_bytes
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._machine.measure import machine_here
 from lowtide._policy.budget import is_share, parse_bytes
+from lowtide._policy.host import Host
 from lowtide._report.delta_text import DeltaSummary
 from lowtide._report.plan_html import Measured, render_plan
 from lowtide._report.swap_text import SwapSummary
@@ -328,16 +329,18 @@ class Budgeted:
     def take_planned_anew(self) -> bool:
         """Whether the last step has shown that the next ones have to hold less. Told once."""
         planned = None if self._dynamic is None else self._dynamic.planned
-        if planned is None or not planned.planned_anew:
+        if planned is None or not planned.replans.anew:
             return False
-        planned.planned_anew = False
+        planned.replans.anew = False
         return True
 
     def use_pages(self, place: Giver | None) -> bool:
         """Whether what is allocated lies in pages from now on: where a budget is held."""
         return self._dynamic is not None and self._dynamic.cap.use_pages(place)
 
-    def _plan_tide(self, observed: Observed, most: int | None) -> Plan | None:
+    def _plan_tide(
+        self, observed: Observed, most: int | None, host: Host | None = None
+    ) -> Plan | None:
         """Of steps that hold no more than `most`, or than the budget; None: none was found."""
         dynamic, budget = self._dynamic, self._bytes
         assert dynamic is not None
@@ -354,6 +357,7 @@ class Budgeted:
             highest=highest,
             host_budget=self._host_budget or machine.host_bytes,
             smallest=_SMALLEST,
+            host=host,
         )
 
     def _plan(self, observed: Observed) -> Plan:

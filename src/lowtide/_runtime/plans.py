@@ -11,6 +11,7 @@ from lowtide._analyze.load import find_peak
 from lowtide._ir import Machine, Plan
 from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.candidates import Reach
+from lowtide._policy.host import Host
 from lowtide._policy.tide import tide
 from lowtide._runtime.swap.lying import plan_with_layout
 from lowtide._runtime.swap.observe import movable_in, runtime_of
@@ -28,10 +29,12 @@ def plan_by_tide(
     highest: int | None,
     host_budget: int,
     smallest: int,
+    host: Host | None = None,
 ) -> Plan | None:
     """Of steps that hold no more than `limit`; None: none was found.
 
-    `highest`: a layout is looked for that lies within so many bytes.
+    `highest`: a layout is looked for that lies within so many bytes. `host`: what it is known to
+    take.
     """
     for guests in (False, True):
         within = partial(
@@ -43,6 +46,7 @@ def plan_by_tide(
             runtime=runtime_of(observed, guests=guests),
             smallest=smallest,
             host_budget=host_budget,
+            host=host,
         )
         with suppress(CannotFit):
             if highest is None:

@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
+from lowtide._policy.host import Host
 from lowtide._runtime.delta.cell import DeltaCell, plain_saves
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.delta.order import Gone, Item
 from lowtide._runtime.delta.recipe import Value
+from lowtide._runtime.delta.replans import Replans
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
@@ -41,9 +43,7 @@ _PATIENCE = 2  # steps after a traced one before another may be; doubles each ti
 _NEVER = 1 << 62
 _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
-_MOST_TROUBLE = _MOST_REPLANS = 3  # ... that took more, until all are; that hold more than planned
-_SHORT, _OFTEN = 6, 10  # steps by a plan in a row that are short of memory; times in one; until ...
-_LESS = 0.03  # ... it is so much of the budget lower
+_MOST_TROUBLE = 3  # ... that took more, until all are
 _FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
@@ -57,13 +57,16 @@ class Planned:
     follow: Callable[[Sequence[Item]], None]  # run them again, or drop them, in order
 
     def __init__(
-        self, plan: Callable[[Observed, int | None], Plan | None], tell: Callable[[str], None]
+        self,
+        plan: Callable[[Observed, int | None, Host | None], Plan | None],
+        tell: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._tell = tell
         self.resume: Callable[[], None] = lambda: None  # an event was as planned
         self._began = time.perf_counter()
         self.following = Follower(self._do)
+        self.replans = Replans(plan, self.following, self._exchanged, self._failed)
         self.observer: Observer | None = None
         self._stray: Observer | None = None  # given up, and still on the stack of modes
         self.mode = Mode.DYNAMIC
@@ -74,7 +77,6 @@ class Planned:
         self.before = 0  # tensors saved in all steps before this one
         self._ended: Script | None = None  # by which the last planned step went
         self._trouble = self._failures = 0  # drops refused, and memory short, when it began
-        self.planned_anew = False  # steps go by another plan than memory is laid out for
         self._cells: list[DeltaCell | None] = []  # of this step's saves, if it is seen as a whole
 
     # Its life: the dispatch mode that sees ops is off meanwhile.
@@ -112,7 +114,7 @@ class Planned:
             observed = observer.finish(states, self.room.left())
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
-            plan = self._plan(observed, None)
+            plan = self._plan(observed, None, None)
             if plan is not None:
                 self.following.add(write_script(observed, plan, self.room.most()))
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
@@ -120,25 +122,14 @@ class Planned:
 
     def shrink(self, less: int) -> bool:
         """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
-        old = self._ended
-        if old is None or old not in self.following.scripts or old.replans >= _MOST_REPLANS:
-            return False
-        old.replans += 1
-        try:
-            plan = self._plan(old.observed, old.plan.peak_bytes - less)
-            if plan is None:
-                return False
-            new = write_script(old.observed, plan)
-            new.replans = old.replans
-            self.following.replace(old, new)
-            self._ended = new
-            if self.following.script is new:  # a step may have begun: it is seen as a whole
-                self.write_down(None)
-                self.holds.begin(new.holds)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self._failed(error)
-            return False
-        return True
+        return self.replans.shrink(self._ended, less)
+
+    def _exchanged(self, new: Script) -> None:
+        """Steps go by that from now on."""
+        self._ended = new
+        if self.following.script is new:  # a step may have begun: it is seen as a whole
+            self.write_down(None)
+            self.holds.begin(new.holds)
 
     def unlearn(self) -> None:
         """Optimizers have other state than the one that was planned with."""
@@ -222,20 +213,12 @@ class Planned:
         elif self.following.script is not None:
             script = self._ended = self.following.script
             script.seconds.append(time.perf_counter() - self._began)
-            if not self._was_short(script):
+            settled = script.recorded is not None
+            times = self._shortage() - self._failures if settled else 0
+            if not self.replans.was_short(script, times, self.room.budget or 0):
                 self._learn_ops(script)
-
-    def _was_short(self, script: Script) -> bool:
-        """Whether memory was short once too often, and steps go by another plan now.
-
-        What lies between blocks is not known before: steps show how much a plan has to leave.
-        """
-        times = self._shortage() - self._failures if script.recorded is not None else 0
-        often = _SHORT // 2 if times >= _OFTEN else 1  # then it is clear sooner
-        script.short = script.short + often if times else 0
-        less = int(_LESS * (self.room.budget or 0))
-        self.planned_anew = script.short >= _SHORT and self.shrink(less)
-        return self.planned_anew
+                if settled and not times and script.recorded is not None:
+                    self.replans.settled(script)
 
     def _shortage(self) -> int:
         return self.room.counts["out of memory"] + self.room.flushes()
@@ -255,6 +238,11 @@ class Planned:
         """Whether steps go by a plan as they are going to from now on."""
         script = self.following.script
         return script is not None and script.recorded is not None
+
+    def is_steady(self) -> bool:
+        """Whether, besides, no other plan is going to be tried."""
+        script = self.following.script
+        return self.is_settled() and script is not None and script.judged
 
     def main_script(self) -> Script | None:
         """The one that was followed most."""
@@ -341,9 +329,13 @@ class Planned:
         ):  # as ever
             following.codes.append(code)
             if script.actions[at] or following.late:
-                following.act(script.actions[at])
+                with self.replans.acts as acts:
+                    following.act(script.actions[at])
+                acts.count += len(script.actions[at])
             if at in script.reruns or at in script.lets_go:
-                self._go_on(at)
+                with self.replans.reruns as reruns:
+                    self._go_on(at)
+                reruns.count += len(script.reruns.get(at, ()))
             self.resume()
             return
         if at >= _LONGEST:  # nobody ends this step: it is none

@@ -9,6 +9,7 @@ from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
 from lowtide._runtime.swap.states import NOTHING, StateCell, like
 from lowtide._runtime.swap.tier import Tier
+from lowtide._trace.tensors import has_storage
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
@@ -44,10 +45,10 @@ class GuestCell(StateCell):
 
     def subject(self) -> torch.Tensor | None:
         """What may move, as it is now: a gradient is another one in every step."""
-        parameter = self._parameter()
-        if parameter is None or not self.is_gradient:
-            return parameter
-        return parameter.grad
+        subject = self._parameter()
+        if subject is not None and self.is_gradient:
+            subject = subject.grad
+        return subject if subject is not None and has_storage(subject) else None
 
     def tensor(self) -> torch.Tensor | None:
         """What has left, unless the program has replaced it meanwhile."""

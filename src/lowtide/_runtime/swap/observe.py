@@ -20,7 +20,6 @@ from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.states import StateCell
 from lowtide._trace.cut import cut
 from lowtide._trace.record import Recorder
-from lowtide._trace.tensors import has_storage
 from lowtide._trace.workspace import with_cpu_workspace
 
 
@@ -136,7 +135,7 @@ class Observer:
         self._recorder.optimizers.before(optimizer, (), {})
         for number, guest in enumerate(guests):
             tensor = guest.subject()
-            if tensor is not None and has_storage(tensor):
+            if tensor is not None:
                 self._guests[self._recorder.book.storage_of(tensor)] = number
 
     def stepped(self, optimizer: Optimizer) -> None:

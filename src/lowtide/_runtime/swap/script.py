@@ -90,6 +90,10 @@ class Script:
     seconds: deque[float] = field(  # of the last steps that followed it
         default_factory=lambda: deque(maxlen=_MOST_SECONDS)
     )
+    settled: list[float] = field(default_factory=list)  # ... of some that went as those to come
+    rival: "Script | None" = None  # the one that it is to be faster than
+    rounds: int = 0  # of planning by what was measured
+    judged: bool = False  # it stays
 
     @property
     def trace(self) -> Trace:
