@@ -14,6 +14,7 @@ from torch import nn
 import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.swap import optimizers
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.guests import GuestCell
@@ -158,6 +159,17 @@ def test_they_can_be_looked_at_evaluated_and_stored_while_they_are_away(policy: 
 
     expected = bits_of(use(heavy(), None))
     assert find_difference(bits_of(use(heavy(), 64 << 20)), expected) is None
+
+
+def test_they_stay_where_a_graph_knows_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "graphs_exist", lambda: True)
+    job = heavy()
+    with lowtide.fit(job.model, job.optimizers, budget=64 << 20) as tide:
+        job.step()
+        idle = planned_of(tide).idle
+        idle.release(lambda: False, leaving=False)
+        assert {cell.state for cell in idle.optimizers.cells} == {State.AWAY}
+        assert {guest.state for guest in idle.optimizers.guests()} == {State.HERE}
 
 
 def test_gradients_that_are_let_go_while_they_are_away_leave_nothing_behind() -> None:

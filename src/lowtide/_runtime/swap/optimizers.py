@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
+from lowtide._runtime.storages import graphs_exist
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.guests import GuestCell, is_worth_moving
 from lowtide._runtime.swap.pieces import (
@@ -53,7 +54,8 @@ class Optimizers:
         self._others: set[int] = set()  # those that are not what they were
         self.cells: list[StateCell] = []
         self._guests: dict[int, list[GuestCell]] = {}
-        self._guests_move = False  # some have left, once
+        self._guests_move = False  # some were to leave, once
+        self._graphs = False  # ... and there were CUDA graphs then
 
     def know(self, optimizer: Optimizer) -> None:
         """It is going to step; what state it has may move before."""
@@ -67,9 +69,11 @@ class Optimizers:
         return [guest for guests in self._guests.values() for guest in guests]
 
     def guests_to_move(self) -> list[GuestCell]:
-        """The same, for who is going to have some leave."""
-        self._guests_move = True
-        return self.guests()
+        """The same, for who is going to have some leave; none where a graph knows addresses."""
+        if not self._guests_move:
+            self._graphs = graphs_exist()
+            self._guests_move = True
+        return [] if self._graphs else self.guests()
 
     def guests_away(self) -> list[GuestCell]:
         """Those that have left, or are about to."""
