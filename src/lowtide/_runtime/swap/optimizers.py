@@ -54,6 +54,7 @@ class Optimizers:
         self._others: set[int] = set()  # those that are not what they were
         self.cells: list[StateCell] = []
         self._guests: dict[int, list[GuestCell]] = {}
+        self._flat: list[GuestCell] = []  # all of these, in order
         self._guests_move = False  # some were to leave, once
         self._graphs = False  # ... and there were CUDA graphs then
 
@@ -66,7 +67,7 @@ class Optimizers:
 
     def guests(self) -> list[GuestCell]:
         """Of each trained weight that is worth moving: the weight, and its gradient."""
-        return [guest for guests in self._guests.values() for guest in guests]
+        return self._flat
 
     def guests_to_move(self) -> list[GuestCell]:
         """The same, for who is going to have some leave; none where a graph knows addresses."""
@@ -79,7 +80,7 @@ class Optimizers:
         """Those that have left, or are about to."""
         if not self._guests_move:  # as nearly always
             return []
-        return [guest for guest in self.guests() if guest.state is not State.HERE]
+        return [guest for guest in self._flat if guest.state is not State.HERE]
 
     def cell_of(self, who: int) -> StateCell | None:
         """Which an action of a plan is about."""
@@ -120,6 +121,7 @@ class Optimizers:
                     found.append(
                         self._make_guest(parameter, tier, number, piece, is_gradient=is_gradient)
                     )
+        self._flat = [guest for guests in self._guests.values() for guest in guests]
         return known is None
 
     def step(
@@ -275,6 +277,7 @@ class Optimizers:
                 kept.append(cell)
         self.cells = kept
         self._guests.clear()
+        self._flat = []
         if failures:
             raise failures[0]
 
