@@ -19,15 +19,15 @@ from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.modes import Mode
-from lowtide._runtime.delta.native_saves import EVENTFUL, PLAIN, NativeSaves
-from lowtide._runtime.delta.plain import _flags
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.delta.tally import Tally
+from lowtide._runtime.swap.native_saves import EVENTFUL, PLAIN, NativeSaves
+from lowtide._runtime.swap.natively import _flags
 from lowtide._runtime.swap.script import is_request
 
 pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
 
-SLOW = Machine("slow", 1 << 40, 1 << 40, line(0.0, 1e8), line(0.0, 1e8))
+SLOW = Machine("slow", 1 << 40, 1 << 40, line(0.0, 1e5), line(0.0, 1e5))  # whatever else runs
 
 
 class Row(nn.Module):
@@ -84,7 +84,7 @@ def by_plan(row: Trained) -> Iterator[tuple[Dynamic, NativeSaves]]:
         assert tide._budgeted is not None and tide._budgeted._dynamic is not None
         dynamic = tide._budgeted._dynamic
         assert dynamic.room.lax and dynamic.room.counts["dropped"]
-        native = dynamic._plain._native
+        native = dynamic._plain._natively._native
         assert native is not None
         yield dynamic, native
 
@@ -97,7 +97,7 @@ def unwatched(row: Trained) -> Iterator[tuple[Dynamic, NativeSaves]]:
             row.step()
         assert tide._budgeted is not None and tide._budgeted._dynamic is not None
         assert planned_of(tide).steps[Mode.LOOSE] >= 2
-        native = tide._budgeted._dynamic._plain._native
+        native = tide._budgeted._dynamic._plain._natively._native
         assert native is not None
         yield tide._budgeted._dynamic, native
 
@@ -282,11 +282,11 @@ def test_a_request_is_told_once_though_memory_is_short_then(
             happened(code)
             if is_request(code):
                 told.append(code)
-                dynamic._plain.adopt()
+                dynamic._plain._natively.adopt()
 
         monkeypatch.setattr(planned, "event", event)
         dynamic._plain.halt()
-        dynamic._plain._expected = None  # to be read anew
+        dynamic._plain._natively.expected = None  # to be read anew
         dynamic._plain.go()
         loss = row.loss()
         assert native.kept()
@@ -357,7 +357,7 @@ def test_so_are_those_of_steps_that_nobody_watches(name: str) -> None:
         dynamic = tide._budgeted._dynamic
         losses = [job.step() for _ in range(STEPS)]
         assert planned_of(tide).steps[Mode.LOOSE] >= 2
-        assert dynamic._plain._native is not None
+        assert dynamic._plain._natively._native is not None
         assert not dynamic.room.cells
     found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
     assert find_difference(found, plain(name).result) is None

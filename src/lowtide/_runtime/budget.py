@@ -33,7 +33,6 @@ from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
-from lowtide._runtime.delta.native_saves import load_saves
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.holdings import (
     device_in_use,
@@ -47,6 +46,7 @@ from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
+from lowtide._runtime.swap.native_saves import load_saves
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.saved import Saved, Unwatched
 from lowtide._runtime.swap.script import Observed
@@ -95,7 +95,7 @@ class Budgeted:
         self._given = optimizers
         self._device = device_of(itertools.chain(parameters(model), *map(trained, optimizers)))
         self._tiers: dict[torch.device, Tier] = {}
-        self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE)
+        self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE, load_saves)
         self._dynamic: Dynamic | None = None
         self._awaited: Awaited | None = None  # the device, where steps are watched op by op
         self._policy, self._verify, self._tell = policy, verify, tell
@@ -105,6 +105,8 @@ class Budgeted:
             raise BadInput(f"policy {policy} needs a budget in bytes or as a share: give one")
         is_dynamic = self._policy in (TIDE, *DYNAMIC)
         self._saved = Saved(self._tier, Unwatched() if is_dynamic else self._driver, _SMALLEST)
+        if not is_dynamic:
+            self._driver.start(self._saved)
         self._known: WeakSet[Optimizer] = WeakSet()  # those whose state is watched
         self._undo = ExitStack()
         self._measured_peak = 0

@@ -190,13 +190,3 @@ class DeltaCell(Cell):
             self.pinned -= 1
         self._keeper.ledger.away -= self.bytes
         self._keeper.ledger.resized(self.storage)
-
-
-def plain_saves(cells: Sequence[DeltaCell | None], moved: frozenset[int]) -> frozenset[int]:
-    """Of the saves of a step, which lay on these cells: those that neither move nor are needed."""
-    moving = {id(cells[number]) for number in moved if number < len(cells)}
-    return frozenset(
-        number
-        for number, cell in enumerate(cells)
-        if cell is None or (id(cell) not in moving and not cell.needed)
-    )

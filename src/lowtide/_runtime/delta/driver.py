@@ -17,7 +17,6 @@ from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.modes import Mode
-from lowtide._runtime.delta.native_saves import NativeSaves
 from lowtide._runtime.delta.plain import Plain
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.delta.replay import Replayer
@@ -26,6 +25,7 @@ from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
+from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
 from lowtide._policy.host import Host
-from lowtide._runtime.delta.cell import DeltaCell, plain_saves
+from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.modes import Mode
@@ -26,6 +26,7 @@ from lowtide._runtime.delta.replans import Replans
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
+from lowtide._runtime.swap.natively import plain_saves
 from lowtide._runtime.swap.observe import Observer
 from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import (

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from lowtide._ir import Plan
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.follow import Codes, Follower
+from lowtide._runtime.swap.native_saves import NativeSaves
+from lowtide._runtime.swap.natively import Natively, plain_saves
 from lowtide._runtime.swap.observe import Observer
 from lowtide._runtime.swap.optimizers import Optimizers
-from lowtide._runtime.swap.saved import Handle
+from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.script import (
     ASKED,
     BEGIN,
@@ -60,8 +62,12 @@ class Driver:
         short: Callable[[], bool],
         smallest: int,
         piece_bytes: int,
+        saves: Callable[[], NativeSaves | None] = lambda: None,
     ) -> None:
         self._tier = tier
+        self._natively = Natively(saves, self._went_on, self._happened)
+        self._saved: Saved | None = None
+        self._cells: list[Cell | None] = []  # of this step's saves, if Python has seen them all
         self._make_plan = plan
         self._short = short
         self.following = Follower(self._do)
@@ -81,10 +87,16 @@ class Driver:
         self._next_trace = 2  # after that many steps: the first one is slow
         self._patience = _PATIENCE
 
+    def start(self, saved: Saved) -> None:
+        """Its saves."""
+        self._saved = saved
+        self._natively.start(saved)
+
     # What the hooks tell.
 
     def packed(self, handle: Handle) -> None:
         """A tensor was saved."""
+        self._natively.halt()
         number = self._packs
         self._packs = number + 1
         handle.number = self._before + number
@@ -92,6 +104,7 @@ class Driver:
         if self._observer is not None:
             self._observer.packed(handle, number)
         if self._mode is Mode.PLANNED:
+            self._cells.append(cell)
             self.following.packed(number, cell)
         elif cell is not None and cell.handles == 1:
             self._crude.append(cell)
@@ -101,6 +114,7 @@ class Driver:
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one."""
+        self._natively.halt()
         self._event(ASKED + handle.number - self._before)
 
     def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
@@ -110,6 +124,7 @@ class Driver:
 
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
+        self._natively.halt()
         if self._observer is not None:
             self._observer.stepping(optimizer, self.optimizers.guests())
         script = self.following.script if self._mode is Mode.PLANNED else None
@@ -125,11 +140,13 @@ class Driver:
 
     def reloaded(self) -> None:
         """An optimizer's state was replaced: those are other tensors, perhaps of other sizes."""
+        self._natively.halt()
         if not self.optimizers.admit_again():
             self._unlearn()
 
     def mark(self) -> None:
         """The step is over."""
+        self._natively.halt()
         now = time.perf_counter()
         codes = self.following.end()
         if self._observer is not None and not self._observer.can_finish():
@@ -147,12 +164,15 @@ class Driver:
             script = self.following.script
             if self.following.agrees and script is not None:
                 script.seconds.append(now - self._began)
+                if not script.plain and len(self._cells) == self._packs:
+                    script.plain = plain_saves(self._cells, self.following.moved)
             else:
                 self._mode = Mode.DEPARTED
         self._begin()
 
     def stop(self) -> None:
         """Optimizer state back on the device, nothing recorded or planned any more."""
+        self._natively.stop()
         if self._observer is not None and self._observer.can_finish():
             self._observer.stop()
             self._observer = None
@@ -176,6 +196,7 @@ class Driver:
         self.steps[self._mode] += 1
         self._before += self._packs
         self._packs = 0
+        self._cells = []
         self._asked = []
         self._crude = [cell for cell in self._crude if cell.handles]
         self.optimizers.drop_orphans()
@@ -189,6 +210,9 @@ class Driver:
             self._observer.begin()
             self._next_trace = self.steps.total() + self._patience
             self._patience *= 2
+        script = self.following.script
+        if self._mode is Mode.PLANNED and script is not None and script.plain:
+            self._natively.prepare()
         self._began = time.perf_counter()
         self._event(BEGIN)
 
@@ -223,9 +247,12 @@ class Driver:
             if actions is not None:
                 if (actions or self.following.late) and not _is_capturing():
                     self._act(actions)
+                self._go_on()
                 return
             self._mode = Mode.DEPARTED
-            self._crude += self.following.wanted.values()
+            self._natively.adopt()
+            if self._saved is not None:
+                self._crude = self._saved.cells()
         else:
             self.following.codes.append(code)
         if self._observer is not None:
@@ -236,6 +263,29 @@ class Driver:
             self._ordinary = (), ()
             self._asked.clear()
             self._relieve()
+
+    def _go_on(self) -> None:
+        """An event was as planned: those to come may be dealt with natively."""
+        following = self.following
+        script = following.script
+        if script is not None and following.agrees and not following.late and not self._strays:
+            saves = self._packs, self._before
+            self._natively.go(script, following.moved, saves, len(following.codes))
+
+    def _went_on(self, event: int, saves: int) -> None:
+        """Natively, up to there."""
+        script = self.following.script
+        assert script is not None
+        codes = self.following.codes
+        codes += script.codes[len(codes) : event]
+        self._packs = saves
+
+    def _happened(self, code: int) -> None:
+        """An event at which something is to be done."""
+        assert self._saved is not None
+        with self._saved:
+            self._natively.halt()
+            self._event(code)
 
     def _act(self, actions: Sequence[Action]) -> None:
         tier = self._script_tier
