@@ -84,6 +84,7 @@ class Driver:
         self._asked: list[float] = []  # when each event of an ordinary step came
         self._ordinary: tuple[Codes, tuple[float, ...]] = (), ()  # the last such step
         self._began = time.perf_counter()
+        self._hooked_before = 0.0  # seconds in Python's hooks when it began
         self._next_trace = 2  # after that many steps: the first one is slow
         self._patience = _PATIENCE
 
@@ -159,7 +160,7 @@ class Driver:
                 self._begin()
                 raise
         elif self._mode is Mode.CRUDE:
-            self._ordinary = codes, (*self._asked, now - self._began)
+            self._ordinary = codes, (*self._asked, self._without_hooks(now))
         elif self._mode is Mode.PLANNED:
             script = self.following.script
             if self.following.agrees and script is not None:
@@ -213,8 +214,16 @@ class Driver:
         script = self.following.script
         if self._mode is Mode.PLANNED and script is not None and script.plain:
             self._natively.prepare()
+        self._hooked_before = self._hooked()
         self._began = time.perf_counter()
         self._event(BEGIN)
+
+    def _without_hooks(self, now: float) -> float:
+        """How long the step has taken, but for what steps by a plan do natively."""
+        return now - self._began - (self._hooked() - self._hooked_before)
+
+    def _hooked(self) -> float:
+        return 0.0 if self._saved is None else self._saved.own_seconds
 
     def _can_trace(self) -> bool:
         return (
@@ -258,7 +267,7 @@ class Driver:
         if self._observer is not None:
             self._observer.event(code)
         elif self._mode is Mode.CRUDE:
-            self._asked.append(time.perf_counter() - self._began)
+            self._asked.append(self._without_hooks(time.perf_counter()))
         if self._crude and self._short():
             self._ordinary = (), ()
             self._asked.clear()

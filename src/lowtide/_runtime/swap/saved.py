@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -106,6 +107,7 @@ class Saved:
         self._lock = threading.RLock()  # backward may run in several threads
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
+        self.own_seconds = 0.0  # that saving and asking took in Python
 
     def watch(
         self,
@@ -145,6 +147,7 @@ class Saved:
 
         Some hundreds of times in every forward, and the GPU waits for it: hence few calls.
         """
+        began = perf_counter()
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
         alias = tensor
         node = tensor.grad_fn
@@ -177,6 +180,7 @@ class Saved:
                     self._bury()
             finally:
                 self._depth -= 1
+                self.own_seconds += perf_counter() - began
         return handle
 
     def adopt(
@@ -226,11 +230,13 @@ class Saved:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward gets what was saved, or the error that PyTorch would have raised."""
+        began = perf_counter()
         check_version(handle.tensor, handle.version, handle.origin)
         with self:
             self._watcher.unpacking(handle)
             tensor = self._unpacked(handle)
             self._watcher.unpacked(handle, tensor)
+            self.own_seconds += perf_counter() - began
             return tensor
 
     def _unpacked(self, handle: Handle) -> torch.Tensor:
