@@ -1,7 +1,7 @@
 """A traced step -> the plan of those like it, by whichever policy is asked for.
 
 Weights and gradients move only where no plan does without: state is idle for longer, and nobody
-but its optimizer looks at it.
+but its optimizer looks at it. By swapping alone they do not: nobody sees then who writes to them.
 """
 
 from contextlib import suppress
@@ -66,8 +66,7 @@ def plan_by_swapping(
     if limit is not None and plain <= limit:
         seconds = sum(op.seconds for op in trace.ops)
         return Plan((), plain, seconds, plain, seconds, "keep", machine.name)
-    by_swapping = partial(
-        autoswap,
+    return autoswap(
         trace,
         machine,
         limit=limit,
@@ -75,9 +74,7 @@ def plan_by_swapping(
         host_budget=host_budget,
         reach=Reach.RUNTIME,
         held=observed.held,
+        movable=movable_in(observed, guests=False),
         positions=sorted(set(observed.positions)),
         smallest=smallest,
     )
-    with suppress(CannotFit):
-        return by_swapping(movable=movable_in(observed, guests=False))
-    return by_swapping(movable=movable_in(observed, guests=True))

@@ -202,6 +202,8 @@ def _meta_bytes(func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping
             return _most_bytes((*args, *kwargs.values()))
     total = 0
     for tensor in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+            return _most_bytes((*args, *kwargs.values()))
         if isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:

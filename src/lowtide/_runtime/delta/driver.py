@@ -62,6 +62,7 @@ class Dynamic:
         self.room.cost_of = self.replayer.cost
         self.room.ask(self.cap)
         self.idle = idle(self)
+        self.seer.about_to_write = self.idle.about_to_write
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
         self.planned = planned
@@ -90,7 +91,7 @@ class Dynamic:
 
     def start(self, saved: Saved, optimizers: Sequence[Optimizer]) -> None:
         """See ops from now on."""
-        self.room.lock = saved
+        self.room.lock = self.idle.lock = saved
         self._plain.start(saved)
         for optimizer in optimizers:
             self.idle.optimizers.know(optimizer)
@@ -106,15 +107,15 @@ class Dynamic:
         if budget is None or self._mode is None:
             return
         largest = self.idle.largest()
-        least = stays if largest is None else stays + 2 * largest.nbytes  # with its gradient
+        least = stays if largest is None else stays + largest.nbytes
         if least <= budget:
             return
         self._pop()
         why = f"{format_bytes(stays)} ({stays} bytes) are held before the first step and stay"
         if largest is not None:
             why += (
-                f", and the optimizer's step needs {format_bytes(2 * largest.nbytes)} at once for "
-                f"a weight of {tuple(largest.shape)} and its gradient: give at least {least} bytes"
+                f", and the optimizer's step needs {format_bytes(largest.nbytes)} at once for "
+                f"a weight of {tuple(largest.shape)}: give at least {least} bytes"
             )
         raise OutOfBudget(f"the budget is {format_bytes(budget)} ({budget} bytes), but {why}")
 

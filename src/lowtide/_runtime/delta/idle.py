@@ -8,8 +8,9 @@ step needs them.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -109,6 +110,7 @@ class IdleState:
         self.optimizers = Optimizers(
             tier, self._piece, smallest, piece_bytes, make_cell, partial(IdleGuest, keeper)
         )
+        self.lock: AbstractContextManager[Any] = nullcontext()
         self.told: Callable[[int], None] = lambda _: None  # of every piece of a step
         self.changed: Callable[[], None] = lambda: None  # what there is is not what was planned
         self._before: list[tuple[int, int, int]] | None = None  # before it was replaced
@@ -215,6 +217,13 @@ class IdleState:
         """Of what is on the device and could leave."""
         state = sum(tensor.untyped_storage().nbytes() for tensor, _, _ in self.optimizers.movable())
         return state + sum(g.bytes for g in self.optimizers.guests() if g.subject() is not None)
+
+    def about_to_write(self, storage: torch.UntypedStorage) -> None:
+        """An op is: no copy of what it writes to is to be taken for it."""
+        guests = self.optimizers.guests_away()
+        if guests:
+            with self.lock:
+                any(guest.written_to(storage) for guest in guests)
 
     def largest(self) -> torch.Tensor | None:
         """Of the weights that could leave. When its optimizer steps it has to be here."""

@@ -54,6 +54,8 @@ class Replans:
 
     def settled(self, script: Script) -> None:
         """A step has gone by it as those to come do: whether they had better go by another."""
+        if script.judged:
+            return
         script.settled.append(script.seconds[-1])
         verdict = judge(script)
         if verdict is Verdict.WAIT:

@@ -43,6 +43,7 @@ class Seer:
         # While a step is traced: runs an op, and asks for the number by which it can run again.
         self.observe: Callable[[Callable[[], Any], Callable[[], int]], Any] | None = None
         self._captured = -1  # the number of the last op, if it could be run again
+        self.about_to_write: Callable[[torch.UntypedStorage], None] = lambda _: None
         self.holds = Holds()  # sources of ops that a plan holds on to
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
@@ -321,6 +322,7 @@ class Seer:
         written = written_by(what, args, kwargs)
         known = self.ledger.known
         for tensor in written:
+            self.about_to_write(tensor.untyped_storage())
             value = known(tensor.untyped_storage())
             if value is not None and value.dependents:
                 with self.room.lock:

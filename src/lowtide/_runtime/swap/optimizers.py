@@ -102,27 +102,32 @@ class Optimizers:
             for parameter in group["params"]
             if is_worth_moving(parameter, self._smallest)
         ]
-        known = self._guests.get(number)
-        if known is not None:
-            if len(known) == 2 * len(wanted) and all(
-                guest.parameter() is parameter
-                for guest, parameter in zip(known[::2], wanted, strict=True)
-            ):
-                return True
-            for guest in known:
-                guest.drop()
-        found = self._guests[number] = []
+        known = self._guests.get(number, [])
+        if len(known) == 2 * len(wanted) and all(
+            guest.is_about(parameter) for guest, parameter in zip(known[::2], wanted, strict=True)
+        ):
+            return True
+        old = {id(guest.parameter()): i for i, guest in enumerate(known[::2])}
         piece_of = self._piece_of(number)
+        found: list[GuestCell] = []
         for parameter in wanted:
             tier = self._tier(parameter.device)
-            if tier is not None:
+            at = old.get(id(parameter))
+            if at is not None and known[2 * at].is_about(parameter):
+                found += known[2 * at : 2 * at + 2]
+            elif tier is not None:
                 piece = piece_of.get(id(parameter), 0)
-                for is_gradient in (False, True):
-                    found.append(
-                        self._make_guest(parameter, tier, number, piece, is_gradient=is_gradient)
-                    )
+                found += (
+                    self._make_guest(parameter, tier, number, piece, is_gradient=is_gradient)
+                    for is_gradient in (False, True)
+                )
+        staying = {id(guest) for guest in found}
+        for guest in known:
+            if id(guest) not in staying:
+                guest.drop()
+        self._guests[number] = found
         self._flat = [guest for guests in self._guests.values() for guest in guests]
-        return known is None
+        return not known
 
     def step(
         self, optimizer: Optimizer, args: Sequence[object], *, whole: bool, first: bool = False
@@ -294,7 +299,7 @@ class Optimizers:
         for number, known in self._known.items():
             if known() is optimizer:
                 return number
-        trained = tuple(id(p) for group in optimizer.param_groups for p in group["params"][:1])
+        trained = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
         number = self._numbers.setdefault(trained, len(self._numbers))
         if number in self._known:
             self._others.add(number)

@@ -165,6 +165,8 @@ def _movable(tensor: torch.Tensor, smallest: int) -> bool:
         or tensor.layout is not torch.strided
         or tensor.requires_grad
         or tensor._base is not None
+        or tensor.is_conj()
+        or tensor.is_neg()
     ):
         return False
     storage = tensor.untyped_storage()
