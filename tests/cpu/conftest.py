@@ -10,7 +10,9 @@ from untouched import untouched
 
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
+from lowtide._runtime.delta import replans
 from lowtide._runtime.delta.cap import Cap
+from lowtide._runtime.delta.feedback import Verdict
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.swap import lying
 
@@ -51,6 +53,7 @@ def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budgeting, "_PIECE", 2 << 20)
     monkeypatch.setattr(plans, "_SECONDS", 0.1)
     monkeypatch.setattr(lying, "_SECONDS", 0.1)
+    monkeypatch.setattr(replans, "judge", lambda _: Verdict.WAIT)  # the first plan stays
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: same_machine())
     with untouched():
         yield
