@@ -2,9 +2,12 @@
 
 import json
 import sys
+import types
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import delta
 import pareto
 import pytest
 import readme
@@ -194,3 +197,56 @@ def test_nothing_measured_is_nothing_to_draw(
         pareto.plot({}, tmp_path / "pareto.png")
     with pytest.raises(SystemExit):
         run(monkeypatch, "--plot")
+
+
+WORKER = """
+import fcntl, json, os, sys, time
+sys.path.insert(0, {benchmarks!r})
+from pareto import Imagined
+from turns import Turn
+print("ready", flush=True)
+line = sys.stdin.readline()
+if line.strip():
+    task = json.loads(line)
+    with Turn().taken():
+        began = time.time()
+        imagined = Imagined()
+        sys.stdout = sys.stderr
+        rows = imagined.ask(*task)
+        sys.stdout = sys.__stdout__
+        time.sleep(0.01)
+        ended = time.time()
+    if task[0] == "tide" and task[1].startswith("BERT"):
+        sys.exit("this one dies")
+    for row in rows:
+        print(json.dumps(dict(row, began=began, ended=ended)), flush=True)
+"""
+
+
+def test_works_side_by_side_are_all_written_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By processes that answer without a GPU; one of them dies."""
+    script = tmp_path / "pareto_works.py"
+    script.write_text(WORKER.format(benchmarks=str(readme.ROOT / "benchmarks")))
+    monkeypatch.setattr(delta, "HERE", tmp_path)
+    machine = types.ModuleType("machine")
+    vars(machine)["machine_facts"] = lambda: {"gpu": "a GPU", "torch": "2.11.0"}
+    monkeypatch.setitem(sys.modules, "machine", machine)
+    out = tmp_path / "pareto.json"
+    run(monkeypatch, "--out", str(out), "--budgets", "50%,25%")
+    assert "NOT HELD" not in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert set(results["works"]) == set(results["same"]) == set(WORKS)
+    times: list[tuple[float, float]] = []
+    for name, work in results["works"].items():
+        assert set(work) == set(METHODS)
+        rows = work["tide"]
+        assert set(rows) == {"50%", "25%"}
+        assert all(("error" in row) == name.startswith("BERT") for row in rows.values())
+        others = [work["plain"], work["checkpoint"], *work["compile"].values()]
+        times += {(row["began"], row["ended"]) for row in others}
+    times.sort()
+    assert all(one[1] <= other[0] for one, other in pairwise(times)), "two at a time"
+    run(monkeypatch, "--out", str(out), "--only", "BERT", "--methods", "selective")
+    assert set(json.loads(out.read_text())["works"]) == set(WORKS)
