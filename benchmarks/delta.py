@@ -148,6 +148,8 @@ class Workers:
             for process in started if self._quiet else []:
                 assert process.stdout is not None
                 process.stdout.readline()  # it says that it is ready
+            if self._quiet:
+                self._count = 1  # whatever is asked beyond
         return self._waiting.pop(0)
 
     def _start(self) -> subprocess.Popen[str]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import delta
 from delta import Ask, Row, Workers
-from turns import table
+from turns import table, write_results
 
 GIB = 2**30
 Put = Callable[[dict[str, Any]], None]
@@ -142,7 +142,7 @@ class Imagined(delta.Imagined):
             row = self._row(known.seconds * (1 + 0.7 * tight**2), 0.98 * held, held)
             plan = {"peak_bytes": int(0.97 * held * GIB), "seconds": 1.02 * row["seconds"]}
             plan |= {"swaps": int(40 * tight), "reruns": int(900 * tight)}
-            row |= {"budget_bytes": budget, "plan": plan, "planning_seconds": [self.SEARCH]}
+            row |= {"budget_bytes": budget, "plan": plan, "search_seconds": [self.SEARCH]}
             seconds += 2 + known.watching + self.SEARCH + 10 * row["seconds"]
             if label == FULL:
                 seconds += 20 * known.seconds
@@ -200,8 +200,7 @@ class Results:
         with self._lock:
             self.found.setdefault(part, {})[name] = copy
             if self._path and not self._dry:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+                write_results(self._path, self.found)
 
 
 def main() -> None:
@@ -272,11 +271,15 @@ def measure_work(
 ) -> float:
     """One work's share of a part; in a dry run, about how many seconds it takes."""
     with answering(part, tasks, also, dry=dry) as answers:
-        if part == "points":
-            work = dict(results.found.get("works", {}).get(name, {}))
-            points(name, methods, budgets, answers.ask, work, partial(results.put, "works", name))
-        else:
-            results.put("same", name, same(name, answers.ask))
+        try:
+            if part == "points":
+                work = dict(results.found.get("works", {}).get(name, {}))
+                put = partial(results.put, "works", name)
+                points(name, methods, budgets, answers.ask, work, put)
+            else:
+                results.put("same", name, same(name, answers.ask))
+        except Exception as error:  # noqa: BLE001 - the other works go on
+            print(f"{name:20} {part} broke off: {error!r}", flush=True)
     return answers.seconds if isinstance(answers, Imagined) else 0.0
 
 
@@ -392,7 +395,7 @@ def show(name: str, method: str, label: str, row: Row) -> None:
         line += (
             f" planned {plan['seconds'] * 1e3:.1f} ms {plan['peak_bytes'] / GIB:.2f} GiB"
             f" {plan['swaps']} swaps {plan['reruns']} reruns"
-            f" in {sum(row['planning_seconds']):.1f} s"
+            f" in {sum(row['search_seconds']):.1f} s"
         )
     elif "budget_bytes" in row:
         line += " no plan"

@@ -174,28 +174,33 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
     with peaks() as look, around as fitted:
         budgeted: Any = fitted._budgeted
         planned = budgeted._dynamic.planned
-        planning = stopwatch(planned, "learn")  # from the end of the traced step on
         searching = stopwatch(planned, "_plan")
-        TURN.lend_during(planned, "_plan", torch.cuda.synchronize)
+        again = stopwatch(planned.replans, "_plan")
+        for who in (planned, planned.replans):
+            TURN.lend_during(who, "_plan", torch.cuda.synchronize)
         step()
         first = look()
+        script, replayed = None, 0  # the last plan, and what had been laid out before it
         for _ in range(PATIENCE - 1):
             pool = fitted._pool
-            is_laid_out = pool is not None and pool.summary().replayed >= FOLLOWED
-            if is_laid_out and planned.is_steady():
+            now = 0 if pool is None else pool.summary().replayed
+            if planned.following.script is not script:
+                script, replayed = planned.following.script, now
+            if planned.is_steady() and now - replayed >= FOLLOWED:
                 break
             if planned.modes and planned.modes[-1] == "loose":
                 break
             step()
         before = budgeted.dynamic_summary()
-        row |= summed_up(timed(step))
+        times = summed_up(timed(step))
         after = budgeted.dynamic_summary()
         row |= {
             **look(),
             **{f"first_{key}": value for key, value in first.items()},
             **planned_of(planned),
-            "planning_seconds": planning,
-            "search_seconds": searching,
+            **times,
+            "steady": planned.is_steady(),
+            "search_seconds": [*searching, *again],
             "a_step": {
                 key: (getattr(after, key) - getattr(before, key)) / (TIMED + 1)
                 for key in ("replayed_ops", "dropped", "swapped", "swapped_bytes")

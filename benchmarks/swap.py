@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from turns import Turn, table
+from turns import Turn, table, write_results
 
 SIDE_BY_SIDE = 2  # works: what they pin has to fit in main memory
 WARM, TIMED, LEARNING = 3, 6, 10
@@ -68,16 +67,17 @@ def main() -> None:
                 work = results["works"].setdefault(name, {})
                 if isinstance(found, list):
                     work.setdefault("lowtide", {}).update({row["budget"]: row for row in found})
-                else:
+                elif method != "lowtide":  # else it has failed as a whole, and what was there stays
                     work[method] = found
                 if options.out:
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+                    write_results(options.out, results)
 
     begins = tuple(options.only.split(",")) if options.only else ("",)
     names = [name for name in TIDY if name.startswith(begins)]
     with table() as also, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        list(pool.map(partial(measure_work, also=also), names))
+        for name, done in [(one, pool.submit(measure_work, one, also)) for one in names]:
+            if done.exception() is not None:
+                print(f"{name:22} failed: {done.exception()!r}", flush=True)
     print(f"{time.perf_counter() - began:.0f} s")
 
 
@@ -228,6 +228,7 @@ def under(
         ) as tide:
             keep_observed(tide, observed)
             assert tide._budgeted is not None
+            tide._budgeted._speed()  # is measured now, while nobody else uses the link
             turn.lend_during(tide._budgeted._driver, "_make_plan", torch.cuda.synchronize)
             for _ in range(LEARNING):
                 step()
@@ -238,8 +239,8 @@ def under(
             row["modes"] = list(tide._budgeted._driver.modes)
             assert tide._budgeted._machine is not None
             outcome = simulate(observed[-1].trace, tide._budgeted._machine, script.plan.swaps)
-    except lowtide.LowtideError as error:
-        return {"budget": budget, "error": str(error)}
+    except (RuntimeError, IndexError, lowtide.LowtideError) as error:
+        return {"budget": budget, "error": str(error) or type(error).__name__}
     plain.append(plain_times(step))
     row["plain_seconds"] = statistics.median([*before, *plain[-1]])
     row["ratio"] = row["seconds"] / row["plain_seconds"]

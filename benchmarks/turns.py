@@ -6,10 +6,12 @@ dies gives it back.
 """
 
 import fcntl
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "LOWTIDE_TURN"  # the file by which they know of each other
@@ -20,6 +22,14 @@ def table() -> Iterator[dict[str, str]]:
     """What processes that are to take turns find in their environment."""
     with tempfile.NamedTemporaryFile(prefix="turn-") as file:
         yield {VARIABLE: file.name}
+
+
+def write_results(path: Path, results: object) -> None:
+    """Whole or not at all: the machine may be taken away at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(path)
 
 
 class Turn:
@@ -40,6 +50,8 @@ class Turn:
 
     def lend_during(self, of: Any, name: str, before: Callable[[], object]) -> None:
         """While that method runs others have it; `before` they do, nothing may be under way."""
+        if self._file is None:
+            return
         work = getattr(of, name)
 
         def run(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Swapping by a plan: what it leaves alone is kept natively, and Python sees none of it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -102,6 +102,34 @@ def test_what_was_kept_before_a_step_departs_may_leave() -> None:
     other(torch.randn(BATCH, 64)).square().sigmoid().mean().backward()
     optimizer.step()
     assert same(net, other)
+
+
+def test_parameters_that_are_added_end_the_plan_and_nothing_else() -> None:
+    def use(*, fitted: bool) -> Net:
+        net, optimizer = make()
+        how = lowtide.fit(net, optimizer, policy="autoswap", budget=0.7)
+        with how if fitted else nullcontext() as tide:
+            train(net, optimizer, 6, BATCH)
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]})
+            train(net, optimizer, 6, BATCH)
+            if tide is not None:
+                assert modes(tide)[-1] is Mode.PLANNED and Mode.DEPARTED in modes(tide)
+        return net
+
+    assert same(use(fitted=True), use(fitted=False))
+
+
+def test_evaluations_between_steps_are_no_steps_to_plan() -> None:
+    """A share of what one of them holds would be no budget at all."""
+    net, optimizer = make()
+    with by_plan(net, optimizer) as (driver, _):
+        for _ in range(5):
+            net.eval()
+            with torch.no_grad():
+                net(torch.randn(BATCH, 64))
+            net.train()
+        train(net, optimizer, 2, BATCH)
+        assert driver.modes[-1] is Mode.PLANNED
 
 
 def test_what_is_kept_outlives_the_block() -> None:

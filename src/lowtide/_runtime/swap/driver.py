@@ -258,10 +258,7 @@ class Driver:
                     self._act(actions)
                 self._go_on()
                 return
-            self._mode = Mode.DEPARTED
-            self._natively.adopt()
-            if self._saved is not None:
-                self._crude = self._saved.cells()
+            self._depart()
         else:
             self.following.codes.append(code)
         if self._observer is not None:
@@ -280,6 +277,13 @@ class Driver:
         if script is not None and following.agrees and not following.late and not self._strays:
             saves = self._packs, self._before
             self._natively.go(script, following.moved, saves, len(following.codes))
+
+    def _depart(self) -> None:
+        """The step goes on crudely: all that it has saved may leave."""
+        self._mode = Mode.DEPARTED
+        self._natively.adopt()
+        if self._saved is not None:
+            self._crude = self._saved.cells()
 
     def _went_on(self, event: int, saves: int) -> None:
         """Natively, up to there."""
@@ -347,6 +351,8 @@ class Driver:
         tensors = self.optimizers.movable()
         observed = observer.finish([tensor for tensor, _, _ in tensors])
         self.optimizers.admit(tensors)
+        if not self._packs:
+            return  # an evaluation: a share of its peak is no budget
         if self.following.know(observed.codes) or not observed.trace.ops:
             return
         codes, asked = self._ordinary
@@ -360,9 +366,10 @@ class Driver:
 
     def _unlearn(self) -> None:
         """What was planned is about other tensors."""
+        self._natively.halt()
         self.following.unlearn()
         if self._mode is Mode.PLANNED:
-            self._mode = Mode.DEPARTED
+            self._depart()
 
 
 def _is_capturing() -> bool:

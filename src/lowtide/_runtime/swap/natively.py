@@ -40,8 +40,9 @@ class Natively:
         if self._native is not None or self._saved is None:
             return
         native = self._load()
-        self._load = lambda: None  # once: it can be had, or not
-        if native is not None and native.work_for(self._saved, self._happened):
+        if native is None:
+            self._load = lambda: None  # nor will it be had later
+        elif native.work_for(self._saved, self._happened):
             if self._saved.exchange(native.hooks):
                 self._native = native
             else:
