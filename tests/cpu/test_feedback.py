@@ -1,5 +1,6 @@
 """Plans judged by the steps that went by them: others are tried, and the fastest one stays."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tides import TOLERANCE, plain, planned_of
 from tight import bits_of, find_difference, state_of
 
 import lowtide
-from lowtide._ir import Plan, Rerun
+from lowtide._ir import OpIndex, Plan, Rerun
 from lowtide._policy.host import Host
 from lowtide._policy.tide import tide as plan_tide
 from lowtide._runtime import plans
@@ -33,6 +34,7 @@ def script(seconds: float, measured: list[float], **known: Any) -> Script:
         numbers=(-1,),
     )
     found = write_script(empty, Plan((), 16, seconds, 16, 1.0))
+    found.plan = replace(found.plan, remakes=(Rerun(OpIndex(1), OpIndex(0)),))
     found.settled = measured
     for name, value in known.items():
         setattr(found, name, value)
@@ -47,6 +49,9 @@ def test_a_plan_is_judged_by_its_last_steps() -> None:
     assert judge(script(0.9, late)) is Verdict.ANOTHER
     assert judge(script(0.9, late, rounds=2)) is Verdict.KEEP
     assert judge(script(0.9, late, judged=True)) is Verdict.WAIT
+    idle = script(0.9, late)
+    idle.plan = replace(idle.plan, remakes=())
+    assert judge(idle) is Verdict.KEEP, "nothing that is planned takes that long"
 
 
 def test_the_faster_of_two_plans_stays() -> None:
@@ -58,7 +63,7 @@ def test_the_faster_of_two_plans_stays() -> None:
 
 def test_what_the_host_takes_is_what_was_measured_without_what_a_plan_added() -> None:
     one = script(1.0, [2.0] * SETTLED)
-    one.plan = Plan((), 16, 1.0, 16, 1.0, remakes=(Rerun(1, 0), Rerun(2, 0)))  # type: ignore[arg-type]
+    one.plan = replace(one.plan, remakes=one.plan.remakes * 2)
     reruns, acts = Spent(), Spent()
     reruns.seconds, reruns.count = 3.0, 10
     found = host_of(one, reruns, acts)

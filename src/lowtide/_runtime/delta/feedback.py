@@ -35,10 +35,12 @@ def judge(script: Script) -> Verdict:
     """By its last steps."""
     if script.judged or len(script.settled) < SETTLED:
         return Verdict.WAIT
-    measured = measured_seconds(script)
+    plan, measured = script.plan, measured_seconds(script)
+    if not plan.swaps and not plan.remakes:
+        return Verdict.KEEP  # it adds nothing to a step
     if script.rival is not None and measured_seconds(script.rival) <= measured:
         return Verdict.BACK
-    if measured <= _OFF * script.plan.seconds or script.rounds >= _ROUNDS:
+    if measured <= _OFF * plan.seconds or script.rounds >= _ROUNDS:
         return Verdict.KEEP
     return Verdict.ANOTHER
 

@@ -134,7 +134,8 @@ class IdleState:
         `parted`: in pieces all the same. Whether it is going to be as a whole.
         """
         self._has = has
-        here = not parted and not any(cell.state in _AWAY for cell in self.optimizers.cells)
+        cells = (*self.optimizers.cells, *self.optimizers.guests_away())
+        here = not parted and not any(cell.state in _AWAY for cell in cells)
         trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
         count = trained * (_COMPUTING if optimizer.state else _COMPUTING + _ADAM)
         room = has(count)
