@@ -395,6 +395,24 @@ def test_a_gradient_without_bytes_of_its_own_stays() -> None:
     tier.close()
 
 
+def test_weights_elsewhere_are_no_guests_and_no_news() -> None:
+    """Those on a device without a budget: that they are none is no reason to plan anew."""
+    tier = FileTier()
+    weights = [nn.Parameter(torch.empty(1024, device=device)) for device in ("cpu", "meta")]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    known = optimizers.Optimizers(
+        lambda device: tier if device.type == "cpu" else None,
+        lambda _: None,
+        smallest=1,
+        piece_bytes=1,
+        make_guest=GuestCell,
+    )
+    known.know(optimizer)
+    assert len(known.guests()) == 2
+    assert known._know_guests(optimizer, 0)
+    tier.close()
+
+
 def test_a_budget_above_the_peak_is_never_refused() -> None:
     """A weight of which no gradient is ever made as large as it is."""
     table = nn.Embedding(8192, 64, sparse=True)

@@ -127,7 +127,7 @@ class Driver:
         """An optimizer is about to step."""
         self._natively.halt()
         if self._observer is not None:
-            self._observer.stepping(optimizer, self.optimizers.guests())
+            self._observer.stepping(optimizer)
         script = self.following.script if self._mode is Mode.PLANNED else None
         whole = script is not None and script.steps_whole
         if not self.optimizers.step(optimizer, args, whole=whole):
@@ -324,7 +324,7 @@ class Driver:
             return cell.release() or not waits
         else:
             with suppress(torch.OutOfMemoryError):  # who needs it asks again
-                cell.fetch() if action.act is Act.FETCH else cell.have()
+                cell.fetch()
         return True
 
     def _cell(self, who: int) -> Cell | None:

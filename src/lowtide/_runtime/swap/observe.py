@@ -130,7 +130,7 @@ class Observer:
         """What an optimizer's tensor shows lies in `storage` now."""
         self._recorder.book.move(tensor, storage)
 
-    def stepping(self, optimizer: Optimizer, guests: Sequence[GuestCell]) -> None:
+    def stepping(self, optimizer: Optimizer, guests: Sequence[GuestCell] = ()) -> None:
         """An optimizer is about to step: by now all gradients are there."""
         self._recorder.optimizers.before(optimizer, (), {})
         for number, guest in enumerate(guests):

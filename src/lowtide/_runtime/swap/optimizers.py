@@ -39,7 +39,7 @@ class Optimizers:
         smallest: int,
         piece_bytes: int,
         make_cell: Callable[[torch.Tensor, Tier, int, int], StateCell] = StateCell,
-        make_guest: Callable[..., GuestCell] = GuestCell,
+        make_guest: Callable[..., GuestCell] | None = None,  # None: weights and gradients stay
     ) -> None:
         self._tier = tier
         self._make_cell = make_cell
@@ -96,11 +96,14 @@ class Optimizers:
 
         False: they are others than before.
         """
+        make = self._make_guest
+        if make is None:
+            return True
         wanted = [
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if is_worth_moving(parameter, self._smallest)
+            if is_worth_moving(parameter, self._smallest) and self._tier(parameter.device)
         ]
         known = self._guests.get(number, [])
         if len(known) == 2 * len(wanted) and all(
@@ -118,7 +121,7 @@ class Optimizers:
             elif tier is not None:
                 piece = piece_of.get(id(parameter), 0)
                 found += (
-                    self._make_guest(parameter, tier, number, piece, is_gradient=is_gradient)
+                    make(parameter, tier, number, piece, is_gradient=is_gradient)
                     for is_gradient in (False, True)
                 )
         staying = {id(guest) for guest in found}
