@@ -63,6 +63,7 @@ USES_TORCH = (
             "tier",
         ]
     }
+    | {f"_runtime/fused/{name}.py" for name in ["groups", "kernel", "program", "source"]}
     | {
         f"_runtime/delta/{name}.py"
         for name in [
@@ -76,6 +77,7 @@ USES_TORCH = (
             "ledger",
             "mode",
             "planned",
+            "randomness",
             "recipe",
             "record",
             "replay",

@@ -84,6 +84,7 @@ class Op:
     factory: bool = False  # it uses no tensor's bytes, only shapes
     view: bool = False  # its results alias its operands, no bytes touched
     grad: bool = False  # grad mode was on: some kernels return more then
+    again_seconds: float | None = None  # device time when it runs again, if that takes less
 
 
 @dataclass(frozen=True, slots=True)

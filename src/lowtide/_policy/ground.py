@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from lowtide._analyze.access import producers
+from lowtide._analyze.fusable import again_seconds
 from lowtide._analyze.load import rounded_bytes
 from lowtide._analyze.recompute import obstacles
 from lowtide._ir import Op, OpIndex, Trace, ValueId
@@ -44,6 +45,7 @@ class Ground:
         ]
         made_by = producers(trace)
         self.maker = [int(made_by.get(ValueId(i), -1)) for i in range(count)]
+        self.again = [again_seconds(op) for op in trace.ops]
         self.reads = [tuple(dict.fromkeys((*op.reads, *op.updates))) for op in trace.ops]
         self.sources = [tuple(dict.fromkeys(op.reads)) for op in trace.ops]  # to run it again
         self.made = [_made_again(trace, op) for op in trace.ops]  # ... and what that makes
@@ -127,7 +129,7 @@ class Ground:
                     if maker not in ops:
                         ops.add(maker)
                         stack.append(maker)
-        return sum(self.trace.ops[op].seconds for op in ops)
+        return sum(self.again[op] for op in ops)
 
     def _want_what_is_asked_for(self) -> None:
         """Saved values are used when backward asks for them, and held until its op runs."""

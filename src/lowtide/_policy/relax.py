@@ -75,9 +75,7 @@ def relax(ground: Ground, load: Curve, limit: int, stay: Container[int] = ()) ->
     for (value, _, _), column in model.stays.items():
         dropped[value] = max(dropped.get(value, 0.0), float(found.x[column]))
     held = {value: float(found.x[column]) for value, column in model.holds.items()}
-    again = sum(
-        ground.trace.ops[op].seconds * float(found.x[column]) for op, column in model.reruns.items()
-    )
+    again = sum(ground.again[op] * float(found.x[column]) for op, column in model.reruns.items())
     return Relaxed(again, dropped, held)
 
 
@@ -158,7 +156,7 @@ class _Model:
 
     def _rerun(self, op: int, seconds: float) -> int:
         if op not in self.reruns:
-            self.reruns[op] = self._column(self._ground.trace.ops[op].seconds / seconds)
+            self.reruns[op] = self._column(self._ground.again[op] / seconds)
         return self.reruns[op]
 
     def _at_most(self, column: int, others: "list[int] | tuple[int, ...]") -> None:

@@ -374,7 +374,7 @@ class _Pass:
         made = ground.made[maker]
         self._make_room(sum(ground.size[value] for value in made) + op.workspace_bytes)
         self.done.append(Rerun(OpIndex(self._position), OpIndex(maker)))
-        self.seconds += op.seconds
+        self.seconds += ground.again[maker]
         self._reruns += 1
         if self.seconds > self._most or self._reruns > _MOST_RERUNS * ground.ops:
             raise _Enough

@@ -34,6 +34,7 @@ from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.planned import Planned
+from lowtide._runtime.fused.groups import make_fuser
 from lowtide._runtime.holdings import (
     device_in_use,
     device_of,
@@ -55,6 +56,7 @@ from lowtide._runtime.told import summarize, tell_status
 
 TIDE = "tide"  # DELTA's driver, with plans
 POLICIES = (TIDE, "autoswap", *DYNAMIC)
+_OURS = (TIDE, "delta")  # the others are as they were published
 FREE = "free"  # the budget that is as low as can be without a wait
 _SMALLEST = 1 << 20  # bytes of a storage that is worth moving
 _SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
@@ -134,6 +136,7 @@ class Budgeted:
             self._verify,
             self._speed,
             lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
+            make_fuser(device, self._verify, self._tell) if self._policy in _OURS else None,
             Planned(self._plan_tide, self._tell) if self._policy == TIDE else None,
             lambda: load_gate(self._tell),
             load_saves,

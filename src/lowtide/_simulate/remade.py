@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lowtide._analyze.fusable import again_seconds
 from lowtide._ir import (
     Drop,
     Hold,
@@ -173,6 +174,8 @@ class _Writer:
                 writes=tuple(writes),
                 operands=(),
                 results=(),
+                seconds=again_seconds(op),
+                again_seconds=None,
                 workspace_bytes=op.workspace_bytes + copies,
                 phase=phase,
             )

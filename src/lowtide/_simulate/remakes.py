@@ -95,7 +95,7 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
             copies = sum(size[number] for number in makes if number in there)
             there.update(makes)
             look(position, copies + rerun.workspace_bytes)
-            again += rerun.seconds
+            again += rerun.seconds if rerun.again_seconds is None else rerun.again_seconds
 
     for position, op in enumerate(trace.ops):
         there.update(appearing[position])

@@ -25,6 +25,7 @@ from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
+from lowtide._runtime.fused.groups import Fuser
 from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle, Saved
@@ -45,6 +46,7 @@ class Dynamic:
         verify: str,
         speed: Callable[[], float],
         idle: Callable[[Keeper], IdleState],
+        fuser: Fuser | None = None,
         planned: Planned | None = None,
         gate: Callable[[], Gate | None] = lambda: None,
         saves: Callable[[], NativeSaves | None] = lambda: None,
@@ -55,7 +57,7 @@ class Dynamic:
         self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self.seer = Seer(self.ledger, self._costs, self.room, gate)
-        self.replayer = Replayer(self.ledger, self._costs, self.room)
+        self.replayer = Replayer(self.ledger, self._costs, self.room, fuser)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of = self.trust.reliable
         self.room.surely_of = self.trust.surely
@@ -67,8 +69,7 @@ class Dynamic:
             self.room.idle = self.idle
         self.planned = planned
         if planned is not None:
-            planned.room = self.room
-            planned.idle = self.idle
+            planned.room, planned.idle, planned.fuser = self.room, self.idle, fuser
             self.idle.told = self._piece
             self.idle.changed = planned.unlearn
             planned.write_down = self._write_down

@@ -24,6 +24,7 @@ from lowtide._runtime.delta.order import Gone, Item
 from lowtide._runtime.delta.recipe import Value
 from lowtide._runtime.delta.replans import Replans
 from lowtide._runtime.delta.room import Room
+from lowtide._runtime.fused.groups import Fuser
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.natively import plain_saves
@@ -56,6 +57,7 @@ class Planned:
     idle: IdleState
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
     follow: Callable[[Sequence[Item]], None]  # run them again, or drop them, in order
+    fuser: Fuser | None  # what runs several of them as one
 
     def __init__(
         self,
@@ -112,7 +114,9 @@ class Planned:
         try:
             self.idle.admit()
             states = [cell.tensor() for cell in self.idle.optimizers.cells]
-            observed = observer.finish(states, self.room.left())
+            fuser = self.fuser
+            fused = fuser is not None and fuser.works()
+            observed = observer.finish(states, self.room.left(), fused=fused)
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
             plan = self._plan(observed, None, None)

@@ -8,8 +8,8 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.delta.ledger import Ledger
+from lowtide._runtime.delta.randomness import generator_of
 from lowtide._runtime.delta.recipe import GIVEN, Call, Source
-from lowtide._runtime.delta.replay import generator_of
 from lowtide._trace.schema import OpFacts, op_facts, statistics_tensors, written_tensors
 from lowtide._trace.tensors import has_storage
 

@@ -2,29 +2,52 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.order import ON_DEVICE, Gone, Item, reads, useful
+from lowtide._runtime.delta.randomness import from_state
 from lowtide._runtime.delta.recipe import Call, Given, Source, Value
 from lowtide._runtime.delta.room import Room
+from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
 
+Told = Callable[[Value, torch.UntypedStorage], None]  # a value was made again, in these bytes
+
+
+@dataclass(slots=True)
+class _Going:
+    """What there is while items run again."""
+
+    there: dict[int, torch.UntypedStorage]  # by the value, what was there before and stays
+    uses: Counter[int]  # how often each value is still read before it is made again
+    pinned: dict[int, DeltaCell]  # by the value that is still going to be read
+    made: Told
+    mine: dict[int, torch.Tensor] = field(default_factory=dict)  # by the value, what was made
+
 
 class Replayer:
-    """Every op runs with room made for it, and again if there was too little."""
+    """Every op runs with room made for it, and again if there was too little.
 
-    def __init__(self, ledger: Ledger, costs: Costs, room: Room) -> None:
+    Those that a `fuser` knows how to run as one do, if there is one.
+    """
+
+    def __init__(
+        self, ledger: Ledger, costs: Costs, room: Room, fuser: Fuser | None = None
+    ) -> None:
         self._ledger = ledger
         self._costs = costs
         self._room = room
+        self.fuser = fuser
         self.calls = 0  # made again so far
         self.seconds = 0.0  # what they are known to take
 
@@ -110,38 +133,34 @@ class Replayer:
         with self._room.lock:
             self._replay([*self._needed(missing), *found], None, self._adopt)
 
-    def replay(
-        self,
-        calls: Sequence[Call],
-        target: Value,
-        made: Callable[[Value, torch.UntypedStorage], None],
-    ) -> torch.UntypedStorage:
+    def replay(self, calls: Sequence[Call], target: Value, made: Told) -> torch.UntypedStorage:
         """Run `calls`; `made` is told of every value on the way. Gives the target's bytes."""
         return self._replay(calls, target, made)[id(target)].untyped_storage()
 
     def _replay(
-        self,
-        items: Sequence[Item],
-        target: Value | None,
-        made: Callable[[Value, torch.UntypedStorage], None],
+        self, items: Sequence[Item], target: Value | None, made: Told
     ) -> dict[int, torch.Tensor]:
         """What was made and is still of use, by the value: that is the target."""
-        mine: dict[int, torch.Tensor] = {}
-        pinned: dict[int, DeltaCell] = {}  # by the value that is still going to be read
+        pinned: dict[int, DeltaCell] = {}
         try:
             there = self._hold([item for item in items if isinstance(item, Call)], pinned)
             uses, later = reads(items, target)
             for key in [key for key in pinned if not uses[key]]:
                 pinned.pop(key).pinned -= 1  # it is made again first
+            going = _Going(there, uses, pinned, made)
             with quiet(), torch.no_grad(), torch.inference_mode(False):
-                for item, then in zip(items, later, strict=True):
+                at = 0
+                while at < len(items):
+                    item = items[at]
                     if isinstance(item, Call):
-                        self._run_call(item, there, uses, then, mine, pinned, made)
-                    elif item.state is State.HERE and item.can_go() and item.alone():
+                        at += self._run_some(items, at, later, going)
+                        continue
+                    if item.state is State.HERE and item.can_go() and item.alone():
                         self._room.drop(item)
                     else:
                         self._room.note(item)  # of the steps to come, one may drop it
-            return mine
+                    at += 1
+            return going.mine
         finally:
             for cell in pinned.values():
                 cell.pinned -= 1
@@ -171,17 +190,15 @@ class Replayer:
                     there[id(value)] = storage
         return there
 
-    def _given(
-        self, source: Source, mine: dict[int, torch.Tensor], there: dict[int, torch.UntypedStorage]
-    ) -> torch.Tensor:
+    def _given(self, source: Source, going: _Going) -> torch.Tensor:
         """What the source shows, on the device and going to stay there."""
         value = source.value
         if source.ignored:
             return torch.zeros(source.size, dtype=source.dtype, device=self._ledger.device)
-        made = mine.get(id(value))
+        made = going.mine.get(id(value))
         if made is not None:
             return made if source.is_like(made) else source.seen_on(made.untyped_storage())
-        storage = there.get(id(value))
+        storage = going.there.get(id(value))
         if storage is None:
             cell = value.saved()
             if cell is None:
@@ -192,77 +209,150 @@ class Replayer:
         assert storage is not None, "a source of what was dropped is gone"
         return source.seen_on(storage)
 
-    def _run_call(
+    def _run_some(
+        self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]], going: _Going
+    ) -> int:
+        """The calls from there on that run as one, or only that one: how many."""
+        fuser = self.fuser
+        group = None if fuser is None else fuser.group(items, at, later)
+        if fuser is not None and group is not None and fuser.kernel(group) is not None:
+            then = later[at : at + len(group.calls)]
+            inputs = [self._given(source, going) for source, _ in group.inputs]
+            if group.can_read(inputs):
+                run = self._run_group if fuser.is_trusted(group) else self._compare_group
+                run(fuser, group, inputs, then, going)
+                return len(group.calls)
+        call = items[at]
+        assert isinstance(call, Call)
+        self._run_call(call, later[at], going)
+        return 1
+
+    def _run_group(
         self,
-        call: Call,
-        there: dict[int, torch.UntypedStorage],
-        uses: "Counter[int]",
-        then: Mapping[int, int],
-        mine: dict[int, torch.Tensor],
-        pinned: dict[int, DeltaCell],
-        made: Callable[[Value, torch.UntypedStorage], None],
+        fuser: Fuser,
+        group: Group,
+        inputs: Sequence[torch.Tensor],
+        then: Sequence[Mapping[int, int]],
+        going: _Going,
     ) -> None:
-        """`uses`: how often each value is still read before it is made again; `then`, from here."""
-        given = [self._given(source, mine, there) for source in call.sources]
+        kernel = fuser.kernel(group)
+        assert kernel is not None
+
+        def work() -> list[torch.Tensor]:
+            rows = group.rows(group.count, self._ledger.device)
+            kernel(inputs, rows, 0, group.count)
+            return rows
+
+        wanted = [value for j in group.outputs if (value := group.made[j]) is not None]
+        need = sum(value.bytes for value in wanted) + kernel.scratch(group.count)
+        rows = self._with_room(work, need)
+        made: dict[int, torch.Tensor] = dict(zip(group.outputs, rows, strict=True))
+        for j, call in enumerate(group.calls):
+            self._has_run(call, going)
+            going.uses.update(then[j])
+            if j in made:
+                self._keep(made[j], group.made[j], going)
+
+    def _compare_group(
+        self,
+        fuser: Fuser,
+        group: Group,
+        inputs: Sequence[torch.Tensor],
+        then: Sequence[Mapping[int, int]],
+        going: _Going,
+    ) -> None:
+        """One by one, and then as one for comparison, if all is still there."""
+        sizes = [tensor.untyped_storage().nbytes() for tensor in inputs]
+        for call, reads_then in zip(group.calls, then, strict=True):
+            self._run_call(call, reads_then, going)
+        made = []
+        for j in group.outputs:
+            value = group.made[j]
+            cell = None if value is None else value.saved()
+            if cell is not None and cell.state is State.HERE:
+                made.append(cell.storage)
+            elif id(value) in going.mine:
+                made.append(going.mine[id(value)].untyped_storage())
+        still = [tensor.untyped_storage().nbytes() for tensor in inputs] == sizes
+        if still and len(made) == len(group.outputs):
+            rows = [
+                torch.empty(0, dtype=group.parts[j].dtype, device=storage.device).set_(storage)
+                for j, storage in zip(group.outputs, made, strict=True)
+            ]
+            with suppress(OutOfBudget):  # another time
+                self._with_room(lambda: fuser.compare(group, inputs, rows), fuser.comparing(group))
+
+    def _run_call(self, call: Call, then: Mapping[int, int], going: _Going) -> None:
+        """`then`: how often what it makes is read from here on."""
+        given = [self._given(source, going) for source in call.sources]
         for at, _ in call.writes:  # it is not to write where others read
             value = call.sources[at].value
-            if uses[id(value)] > 1 or id(value) not in mine:
+            if going.uses[id(value)] > 1 or id(value) not in going.mine:
                 copy = self._room.run(given[at].untyped_storage().clone, value.bytes)
                 self._ledger.see(copy)
                 given[at] = call.sources[at].seen_on(copy)
         result = self._again(call, given)
+        self._has_run(call, going)
+        results = (result,) if type(result) is torch.Tensor else tuple(tensors_in(result))
+        found = [(results[at], known()) for at, known in call.makes]
+        found += [(given[at], known()) for at, known in call.writes]
+        going.uses.update(then)  # they are none by now
+        for tensor, remade in found:
+            self._keep(tensor, remade, going)
+
+    def _has_run(self, call: Call, going: _Going) -> None:
+        """What it has read is read once less."""
         self.calls += 1
         self.seconds += self._costs.seconds(call.cost)
         for source in call.sources:
             if not source.ignored:
                 key = id(source.value)
-                uses[key] -= 1
-                if not uses[key]:
-                    mine.pop(key, None)
-                    cell = pinned.pop(key, None)
+                going.uses[key] -= 1
+                if not going.uses[key]:
+                    going.mine.pop(key, None)
+                    cell = going.pinned.pop(key, None)
                     if cell is not None:
                         cell.pinned -= 1
                         source.value.let_go()  # perhaps it was only there to be read
-        results = (result,) if type(result) is torch.Tensor else tuple(tensors_in(result))
-        found = [(results[at], known()) for at, known in call.makes]
-        found += [(given[at], known()) for at, known in call.writes]
-        uses.update(then)  # they are none by now
-        for tensor, remade in found:
-            self._keep(tensor, remade, uses, mine, pinned, made)
 
-    def _keep(
-        self,
-        tensor: torch.Tensor,
-        remade: Value | None,
-        uses: "Counter[int]",
-        mine: dict[int, torch.Tensor],
-        pinned: dict[int, DeltaCell],
-        made: Callable[[Value, torch.UntypedStorage], None],
-    ) -> None:
+    def _keep(self, tensor: torch.Tensor, remade: Value | None, going: _Going) -> None:
         """What a call has made, if somebody is going to use it."""
         storage = tensor.untyped_storage()
         self._ledger.see(storage)
         if remade is None:
             return
-        made(remade, storage)
-        if uses[id(remade)]:
-            mine[id(remade)] = tensor
+        going.made(remade, storage)
+        if going.uses[id(remade)]:
+            going.mine[id(remade)] = tensor
             cell = remade.saved()
             if cell is not None and cell.storage is storage:
-                _pin(cell, remade, pinned)
+                _pin(cell, remade, going.pinned)
 
     def _again(self, call: Call, tensors: list[torch.Tensor]) -> Any:
         """The call itself, with the random numbers that it had."""
         given = iter(tensors)
         args = _filled(call.args, given)
         kwargs = _filled(call.kwargs, given) if call.kwargs else call.kwargs
-        room, state = self._room, call.random
+        state = call.random
 
         def work() -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return call.func._op(*args, **kwargs)
 
-        if room.lax and state is None:  # a plan has made room
+        if state is None:
+            return self._with_room(work, call=call)
+
+        def work_from_state() -> Any:
+            assert state is not None
+            with from_state(call.device, state):
+                return work()
+
+        return self._made_room(work_from_state, 0, call)
+
+    def _with_room(self, work: Callable[[], Any], need: int = 0, call: Call | None = None) -> Any:
+        """Run what takes `need` bytes, or as much as the call does; a plan may have made room."""
+        room = self._room
+        if room.lax:
             failures = room.failures()
             try:
                 result = work()
@@ -271,59 +361,15 @@ class Replayer:
             except RuntimeError as error:
                 if not room.was_short(error, failures):
                     raise
+        return self._made_room(work, need, call)
 
-        def work_from_state() -> Any:
-            assert state is not None
-            with from_state(call.device, state):
-                return work()
-
-        need = self._costs.known_bytes(call.cost)
-        wish = self._costs.inside(call.cost)
-        first = wish > 0 and self._costs.chooses(call.cost)
-        return room.run(work if state is None else work_from_state, need, wish=wish, first=first)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The one that ops on `device` use."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
-@contextmanager
-def from_state(device: torch.device, state: torch.Tensor) -> Iterator[None]:
-    """Random numbers are those that follow `state`; afterwards they go on as before.
-
-    On a GPU by another generator's state in place of the default one's: to set that would make
-    cuDNN's RNNs draw a new seed for their dropout.
-    """
-    generator = generator_of(device)
-    if device.type != "cuda":
-        before = generator.get_state()
-        generator.set_state(state)
-        try:
-            yield
-        finally:
-            generator.set_state(before)
-        return
-    shared = generator.graphsafe_get_state()
-    try:
-        rewind(device, state)
-        yield
-    finally:
-        generator.graphsafe_set_state(shared)
-
-
-def rewind(device: torch.device, state: torch.Tensor) -> None:
-    """Random numbers are those that follow `state` from now on."""
-    generator = generator_of(device)
-    if device.type != "cuda":
-        generator.set_state(state)
-        return
-    other = torch.Generator(device=device)
-    other.set_state(state)
-    generator.graphsafe_set_state(other)
+    def _made_room(self, work: Callable[[], Any], need: int, call: Call | None) -> Any:
+        costs = self._costs
+        if call is None:
+            return self._room.run(work, need)
+        wish = costs.inside(call.cost)
+        first = wish > 0 and costs.chooses(call.cost)
+        return self._room.run(work, costs.known_bytes(call.cost), wish=wish, first=first)
 
 
 def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:

@@ -14,9 +14,9 @@ from lowtide._runtime.delta.gate import Gate
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
+from lowtide._runtime.delta.randomness import generator_of, rewind
 from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
-from lowtide._runtime.delta.replay import generator_of, rewind
 from lowtide._runtime.delta.results import Results
 from lowtide._runtime.delta.room import Room
 

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that copying takes, without PyTorch's own cost of a call.
+"""The few calls of the CUDA driver that lowtide makes, without PyTorch's own cost of a call.
 
 A copy is one of some hundreds in a step, and Python is often no more than a fraction of a
 millisecond ahead of the device. PyTorch's streams, events and `copy_` take 75 µs for one, these
@@ -7,6 +7,7 @@ calls 5. The driver is there wherever PyTorch runs on CUDA.
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "cuEventRecord": [_PTR, _PTR],
     "cuStreamWaitEvent": [_PTR, _PTR, _UINT],
     "cuMemcpyAsync": [_PTR, _PTR, _SIZE, _PTR],
+    "cuLaunchKernel": [_PTR, *[_UINT] * 7, _PTR, _PTR, _PTR],
     "cuPointerGetAttribute": [_PTR, ctypes.c_int, _PTR],
     "cuDevicePrimaryCtxRetain": [_PTR, ctypes.c_int],
     "cuCtxSetCurrent": [_PTR],
@@ -102,3 +104,12 @@ def device_address(address: int) -> int:
     found = ctypes.c_uint64()
     _call("cuPointerGetAttribute", ctypes.byref(found), _DEVICE_POINTER, address)
     return found.value
+
+
+def launch(kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
+    """A kernel that takes pointers and 64-bit numbers."""
+    count = len(arguments)
+    values = (ctypes.c_int64 * count)(*arguments)
+    first = ctypes.addressof(values)
+    places = (_PTR * count)(*range(first, first + 8 * count, 8))
+    _call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, places, None)

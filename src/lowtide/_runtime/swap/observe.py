@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lowtide._analyze.fusable import with_fused_reruns
 from lowtide._ir import OpIndex, Trace, ValueId
 from lowtide._policy.candidates import GUEST_KINDS
 from lowtide._policy.ground import Runtime
@@ -142,16 +143,26 @@ class Observer:
         """It has stepped."""
         self._recorder.optimizers.after(optimizer, (), {})
 
-    def finish(self, states: Sequence[torch.Tensor | None], room: int | None = None) -> Observed:
+    def finish(
+        self,
+        states: Sequence[torch.Tensor | None],
+        room: int | None = None,
+        *,
+        fused: bool = False,
+    ) -> Observed:
         """The step has ended; `states` are the optimizers' tensors that could move.
 
-        What is looked at more closely now may take `room` bytes; None: as much as it does.
+        What is looked at more closely now may take `room` bytes; None: as much as it does. `fused`:
+        element-wise ops that run again do so as one.
         """
         book = self._recorder.book
         numbers = {book.shown(t): i for i, t in enumerate(states) if t is not None}
         self.stop()
         trace, new = _cleaned(self._recorder.recording())
-        ops = range(len(trace.ops))
+        numbered = tuple(self._numbers.get(op, -1) for op in range(len(trace.ops)))
+        if fused:
+            again = {op for op, number in enumerate(numbered) if number >= 0}
+            trace = with_fused_reruns(trace, again)
         guests = {
             new[old]: self._guests[entry.storage]
             for old, entry in enumerate(book.entries)
@@ -164,7 +175,7 @@ class Observer:
             saves={new[old]: number for old, number in self._saves.items() if old in new},
             states={new[old]: i for old, i in numbers.items() if old in new},
             held={new[old]: OpIndex(at) for old, at in self._alone.items() if old in new},
-            numbers=tuple(self._numbers.get(op, -1) for op in ops),
+            numbers=numbered,
             guests={v: i for v, i in guests.items() if trace.values[v].kind in GUEST_KINDS},
             droppable=frozenset(
                 new[old] for old, at in self._saves.items() if old in new and at in self._droppable

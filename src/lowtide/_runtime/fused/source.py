@@ -1,0 +1,200 @@
+"""A program -> CUDA C++ that computes it.
+
+Every result is rounded to its type before it is used, by instructions that the compiler does not
+join with others: `a * b + c` in one program is what two kernels make of it. Functions that PyTorch
+computes in one go are written as it writes them.
+
+The source needs no header, and the few functions below are all that is CUDA's own in it: a test
+compiles it for the CPU with others in their place.
+"""
+
+from math import isfinite
+
+import torch
+
+from lowtide._runtime.fused.program import Input, Made, Operand, Program, Read, Step
+
+NAME = "fused"
+WIDTH = 8  # elements that a thread takes at once, of tensors that lie as they are counted
+THREADS = 256
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_STORED = {
+    torch.bfloat16: "unsigned short",
+    torch.float16: "unsigned short",
+    torch.float32: "float",
+}
+_EXPRESSIONS = {
+    "_to_copy": "{0}",
+    "add": "__fadd_rn({0}, {1})",
+    "mul": "__fmul_rn({0}, {1})",
+    "neg": "-{0}",
+    "relu": "{0} != {0} ? {0} : fmaxf({0}, 0.0f)",
+    "rsqrt": "rsqrtf({0})",
+    "rsub": "__fsub_rn({1}, {0})",
+    "sigmoid": "1.0f / (1.0f + expf(-{0}))",
+    "silu": "{0} / (1.0f + expf(-{0}))",
+    "sub": "__fsub_rn({0}, {1})",
+    "tanh": "tanhf({0})",
+}
+
+CUDA = """
+typedef long long i64;
+__device__ __forceinline__ float load_bf16(unsigned short x) {
+    return __uint_as_float((unsigned)x << 16);
+}
+__device__ __forceinline__ unsigned short store_bf16(float x) {
+    unsigned short y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float load_f16(unsigned short x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+__device__ __forceinline__ unsigned short store_f16(float x) {
+    unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+"""
+
+_COMMON = """
+__device__ __forceinline__ float load_f32(float x) { return x; }
+__device__ __forceinline__ float store_f32(float x) { return x; }
+__device__ __forceinline__ float round_bf16(float x) { return load_bf16(store_bf16(x)); }
+__device__ __forceinline__ float round_f16(float x) { return load_f16(store_f16(x)); }
+__device__ __forceinline__ float round_f32(float x) { return x; }
+template <typename T> struct alignas(16) Row { T at[WIDTH]; };
+"""
+
+
+def source(program: Program, prelude: str = CUDA) -> str:
+    """A kernel of the program's inputs, its outputs, and two numbers: the first element, and how
+    many. What it makes of the first element is the first of each output.
+
+    Inputs and outputs that are counted as they lie begin at multiples of 16 bytes, as does the
+    first element.
+    """
+    read = [_STORED[given.dtype] for given in program.inputs]
+    made = [_STORED[program.steps[j].dtype] for j in program.outputs]
+    arguments = [f"const {kind}* __restrict__ in{k}" for k, kind in enumerate(read)]
+    arguments += [f"{kind}* __restrict__ out{k}" for k, kind in enumerate(made)]
+    rows = [k for k, given in enumerate(program.inputs) if not given.dims]
+    loads = "\n".join(
+        f"        const Row<{read[k]}> row{k} ="
+        f" *reinterpret_cast<const Row<{read[k]}>*>(in{k} + at);"
+        for k in rows
+    )
+    locals_ = "\n".join(f"        Row<{kind}> made{k};" for k, kind in enumerate(made))
+    stores = "\n".join(
+        f"        *reinterpret_cast<Row<{kind}>*>(out{k} + from) = made{k};"
+        for k, kind in enumerate(made)
+    )
+    takes = ", ".join(f"row{k}.at[e]" for k in rows)
+    single = ", ".join(f"in{k}[at + e]" for k in rows)
+    others = ", ".join(f"in{k}" for k, given in enumerate(program.inputs) if given.dims)
+    gives = ", ".join(f"made{k}.at[e]" for k in range(len(program.outputs)))
+    singly = ", ".join(f"out{k}[from + e]" for k in range(len(program.outputs)))
+    before = f"{others}, " if others else ""
+    given = f"{takes}, " if takes else ""
+    one = f"{single}, " if single else ""
+    return f"""#define WIDTH {WIDTH}
+{prelude}{_COMMON}
+{_element(program)}
+extern "C" __global__ void {NAME}({", ".join(arguments)}, i64 first, i64 count) {{
+    const i64 from = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH;
+    const i64 at = first + from;
+    if (from >= count) return;
+    if (from + WIDTH <= count) {{
+{loads}
+{locals_}
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) element(at + e, {before}{given}{gives});
+{stores}
+    }} else {{
+        for (int e = 0; e < count - from; ++e) element(at + e, {before}{one}{singly});
+    }}
+}}
+"""
+
+
+def _element(program: Program) -> str:
+    """The function of one element: of its number, tensors that are read by strides, elements."""
+    indexed = [(k, given) for k, given in enumerate(program.inputs) if given.dims]
+    arguments = ["const i64 at"]
+    arguments += [f"const {_STORED[given.dtype]}* in{k}" for k, given in indexed]
+    arguments += [
+        f"const {_STORED[given.dtype]} one{k}"
+        for k, given in enumerate(program.inputs)
+        if not given.dims
+    ]
+    arguments += [
+        f"{_STORED[program.steps[j].dtype]}& out{k}" for k, j in enumerate(program.outputs)
+    ]
+    lines = [
+        f"    const float x{k} = {_loaded(k, given, program.count)};"
+        for k, given in enumerate(program.inputs)
+    ]
+    for j, step in enumerate(program.steps):
+        rounded = f"round_{_SHORT[step.dtype]}({_expression(step)})"
+        lines.append(f"    const float y{j} = {rounded};")
+    lines += [
+        f"    out{k} = store_{_SHORT[program.steps[j].dtype]}(y{j});"
+        for k, j in enumerate(program.outputs)
+    ]
+    return (
+        f"__device__ __forceinline__ void element({', '.join(arguments)}) {{\n"
+        + "\n".join(lines)
+        + "\n}\n"
+    )
+
+
+def _loaded(place: int, given: Input, count: int) -> str:
+    """An element of an input, found by its strides if it does not lie as it is counted."""
+    if not given.dims:
+        return f"load_{_SHORT[given.dtype]}(one{place})"
+    number, end = ("((unsigned)at)", "u") if count < 1 << 32 else ("at", "ll")
+    terms, inner = [], 1
+    for i, (extent, stride) in enumerate(given.dims):
+        if stride:
+            index = number if inner == 1 else f"({number} / {inner}{end})"
+            if inner * extent < count or i + 1 < len(given.dims):
+                index = f"({index} % {extent}{end})"
+            terms.append(f"(i64){index} * {stride}")
+        inner *= extent
+    return f"load_{_SHORT[given.dtype]}(in{place}[{' + '.join(terms)}])"
+
+
+def _expression(step: Step) -> str:
+    given = [_operand(operand) for operand in step.operands]
+    if step.op == "pow":
+        return _power(given[0], step)
+    if step.op == "div":
+        if isinstance(step.operands[1], float):  # PyTorch multiplies by its inverse
+            return f"__fmul_rn({given[0]}, __fdiv_rn(1.0f, {given[1]}))"
+        return f"__fdiv_rn({given[0]}, {given[1]})"
+    return _EXPRESSIONS[step.op].format(*given)
+
+
+def _power(base: str, step: Step) -> str:
+    """By multiplying, each time in its own type."""
+    found = base
+    for _ in range(round(float(step.operands[1])) - 1):  # type: ignore[arg-type]
+        found = f"round_{_SHORT[step.dtype]}(__fmul_rn({found}, {base}))"
+    return found
+
+
+def _operand(operand: Operand) -> str:
+    if isinstance(operand, Read):
+        return f"x{operand.place}"
+    if isinstance(operand, Made):
+        return f"y{operand.place}"
+    return f"((float){operand!r})" if isfinite(operand) else f"((float)({_odd(operand)}))"
+
+
+def _odd(number: float) -> str:
+    if number != number:
+        return "0.0 / 0.0"
+    return "1.0 / 0.0" if number > 0 else "-1.0 / 0.0"
