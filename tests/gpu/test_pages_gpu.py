@@ -145,3 +145,26 @@ def test_another_stream_gets_the_memory_of_free_pages(place: CudaPlace) -> None:
         place.core.stop()
         place.leave()
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_fit_may_begin_with_more_than_its_budget() -> None:
+    def trained(budget: int | None) -> tuple[list[float], int]:
+        model, optimizer = make(2048)
+        torch.manual_seed(1)
+        losses = [train(model, optimizer, 64, 2048).item() for _ in range(2)]
+        held = torch.cuda.memory_allocated()
+        if budget is None:
+            losses += [train(model, optimizer, 64, 2048).item() for _ in range(4)]
+            return losses, held
+        with lowtide.fit(model, optimizer, budget=budget):
+            assert torch.cuda.memory_reserved() <= budget
+            for _ in range(4):
+                losses.append(train(model, optimizer, 64, 2048).item())
+                assert torch.cuda.memory_reserved() <= budget
+        return losses, held
+
+    expected, held = trained(None)
+    gc.collect()
+    torch.cuda.empty_cache()
+    found, _ = trained(int(0.75 * held))
+    assert found == expected

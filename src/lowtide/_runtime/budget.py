@@ -49,6 +49,7 @@ from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
 from lowtide._runtime.swap.native_saves import load_saves
 from lowtide._runtime.swap.pinned_tier import PinnedTier
+from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.saved import Saved, Unwatched
 from lowtide._runtime.swap.script import Observed
 from lowtide._runtime.swap.tier import Tier
@@ -341,7 +342,13 @@ class Budgeted:
 
     def use_pages(self, place: Giver | None) -> bool:
         """Whether what is allocated lies in pages from now on: where a budget is held."""
-        return self._dynamic is not None and self._dynamic.cap.use_pages(place)
+        if self._dynamic is None:
+            return False
+        if place is not None:
+            with self._saved:
+                self._dynamic.room.make(0)  # what there is may be more than the budget
+        with quiet():
+            return self._dynamic.cap.use_pages(place)
 
     def _plan_tide(
         self, observed: Observed, most: int | None, host: Host | None = None

@@ -54,9 +54,13 @@ class Spent:
     """Seconds of the host, a sum and a count: what lowtide itself adds to a step."""
 
     def __init__(self) -> None:
+        self._began = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
         self.seconds = 0.0
         self.count = 0
-        self._began = 0.0
 
     def __enter__(self) -> Self:
         self._began = perf_counter()

@@ -78,6 +78,7 @@ class Planned:
         self._next_trace = _FIRST
         self._patience = _PATIENCE
         self.before = 0  # tensors saved in all steps before this one
+        self._fuses = False  # whether what runs again in steps like the traced one runs as one
         self._ended: Script | None = None  # by which the last planned step went
         self._trouble = self._failures = 0  # drops refused, and memory short, when it began
         self._cells: list[DeltaCell | None] = []  # of this step's saves, if it is seen as a whole
@@ -100,6 +101,7 @@ class Planned:
         self._patience *= 2
         self.mode = Mode.TRACED
         self.following.agrees = False
+        self._fuses = self.fuser is not None and self.fuser.works()  # before anything is traced
         self.observer = Observer()
         self.observer.begin((*self.idle.optimizers.cells, *self.idle.optimizers.guests()))
         return self.observer
@@ -114,9 +116,7 @@ class Planned:
         try:
             self.idle.admit()
             states = [cell.tensor() for cell in self.idle.optimizers.cells]
-            fuser = self.fuser
-            fused = fuser is not None and fuser.works()
-            observed = observer.finish(states, self.room.left(), fused=fused)
+            observed = observer.finish(states, self.room.left(), fused=self._fuses)
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
             plan = self._plan(observed, None, None)

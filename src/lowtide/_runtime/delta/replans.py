@@ -56,6 +56,9 @@ class Replans:
         """A step has gone by it as those to come do: whether they had better go by another."""
         if script.judged:
             return
+        if not script.settled:  # steps before took longer: kernels were compiled and compared
+            self.reruns.begin()
+            self.acts.begin()
         script.settled.append(script.seconds[-1])
         verdict = judge(script)
         if verdict is Verdict.WAIT:

@@ -20,6 +20,7 @@ from lowtide._runtime.fused.program import (
     part_of,
 )
 from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.quiet import quiet
 
 _MOST_STEPS, _MOST_INPUTS = 32, 12
 _MOST_KERNELS, _MOST_PARTS = 512, 20_000
@@ -200,8 +201,9 @@ class Fuser:
     def works(self) -> bool:
         """Whether kernels can be made here, and those of all ops make what PyTorch makes."""
         if self._works is None:
-            kernel = self._made(PROBE)
-            self._works = kernel is not None and _agrees(kernel, self._device)
+            with quiet(), torch.no_grad():
+                kernel = self._made(PROBE)
+                self._works = kernel is not None and _agrees(kernel, self._device)
         return self._works
 
 
@@ -269,7 +271,7 @@ def _probe() -> Program:
     steps += [Step("_to_copy", (Read(2),), torch.float32)]
     steps += [Step("add", (Read(0), Read(2)), torch.float32)]
     inputs = [Input(dtype, ()) for dtype in (torch.float32, torch.bfloat16) for _ in range(2)]
-    return Program(1 << 16, tuple(inputs), tuple(steps), tuple(range(len(steps))))
+    return Program(1 << 12, tuple(inputs), tuple(steps), tuple(range(len(steps))))
 
 
 PROBE = _probe()

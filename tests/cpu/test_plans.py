@@ -1,0 +1,77 @@
+"""Plans by swapping, of steps for which the host has little time or much."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from lowtide._ir import Link, Machine, OpIndex, ValueId
+from lowtide._runtime.plans import _ACT_SECONDS, plan_by_swapping
+from lowtide._runtime.swap.script import Observed
+from lowtide._trace.text import parse
+
+MIB = 1 << 20
+LINK = Link((1, 1 << 30), (1e-6, 2e-3))
+MACHINE = Machine("test", 1 << 40, 1 << 40, LINK, LINK)
+OPS = 12  # each way, of a millisecond each
+
+
+def observed(asked: float, device: str = "cuda:0") -> Observed:
+    """A chain whose values, of 2 to 13 MiB, are saved and asked for backwards; the host takes
+    `asked` seconds for it.
+    """
+    lines = [f"device {device}"]
+    lines += [
+        f"f {'x:8' if not i else f'h{i - 1}'} -> h{i}:{(i + 2) * MIB} | 1ms" for i in range(OPS)
+    ]
+    lines += [f"b h{i} {'' if i == OPS - 1 else f'g{i + 1}'} -> g{i}:8 | 1ms backward" for i in
+              reversed(range(OPS))]  # fmt: skip
+    lines += [f"save h{i} | packed={i + 1} unpacked={2 * OPS - 1 - i}" for i in range(OPS)]
+    trace = parse("\n".join(lines) + "\n")
+    count = len(trace.ops)
+    saves: Mapping[ValueId, int] = {
+        ValueId(v): k
+        for k, v in enumerate(v for v, value in enumerate(trace.values) if value.saves)
+    }
+    return Observed(
+        trace=trace,
+        codes=tuple(range(count)),
+        positions=tuple(OpIndex(i) for i in range(count)),
+        saves=saves,
+        states={},
+        held={v: trace.values[v].saves[0].packed for v in saves},
+        numbers=(-1,) * count,
+        asked=tuple(asked * i / count for i in range(count + 1)),
+    )
+
+
+def free(step: Observed) -> list[int]:
+    """MiB of what leaves where that is to cost nothing."""
+    plan = plan_by_swapping(step, MACHINE, limit=None, host_budget=1 << 40, smallest=MIB)
+    return sorted(step.trace.values[swap.value].bytes // MIB for swap in plan.swaps)
+
+
+def test_what_costs_no_time_costs_the_host_none() -> None:
+    seconds = 2 * OPS * 1e-3
+    at_ease = free(observed(0.5 * seconds))
+    assert len(at_ease) > 4
+    two = free(observed(seconds - 2 * 3 * _ACT_SECONDS))
+    assert 0 < len(two) <= 3
+    assert min(two) > min(at_ease), "the smallest stay"
+    assert not free(observed(seconds))
+    assert len(free(observed(2 * seconds))) <= 1, "the host is waited for"
+    assert free(observed(2 * seconds, "cpu")), "there the host computes"
+
+
+def test_within_a_limit_the_host_is_part_of_the_time() -> None:
+    seconds = 2 * OPS * 1e-3
+
+    def planned(asked: float) -> tuple[float, int]:
+        step = observed(asked)
+        plan = plan_by_swapping(step, MACHINE, limit=40 * MIB, host_budget=1 << 40, smallest=MIB)
+        assert plan.swaps
+        return plan.seconds, len(plan.swaps)
+
+    at_ease, _ = planned(0.1 * seconds)
+    assert at_ease < 1.2 * seconds
+    late, swaps = planned(2 * seconds)
+    assert late == pytest.approx(2 * seconds + 3 * swaps * _ACT_SECONDS)
