@@ -336,3 +336,8 @@ def test_the_source_computes_what_its_calls_do(
         as_it_lies = result.as_strided((group.count,), (1,))
         assert torch.equal(row, as_it_lies), (j, program)
         assert torch.equal(part, as_it_lies[16:])
+
+
+def test_a_default_device_of_the_program_changes_nothing() -> None:
+    with torch.device("meta"):
+        assert Fuser(CPU, verify=True, tell=pytest.fail).works()

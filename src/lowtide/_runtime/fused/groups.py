@@ -227,9 +227,9 @@ def _agrees(kernel: Kernel, device: torch.device) -> bool:
     draw = torch.Generator(device="cpu").manual_seed(0)
     rows = []
     for given in PROBE.inputs:
-        row = torch.randn(PROBE.count, generator=draw)
-        row *= torch.exp2(torch.randint(-20, 20, (PROBE.count,), generator=draw))
-        row[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+        row = torch.randn(PROBE.count, generator=draw, device="cpu")
+        row *= torch.exp2(torch.randint(-20, 20, row.shape, generator=draw, device="cpu"))
+        row[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf], device="cpu")
         rows.append(row.to(device=device, dtype=given.dtype))
     dtypes = [PROBE.steps[j].dtype for j in PROBE.outputs]
     found = [torch.empty(PROBE.count, dtype=dtype, device=device) for dtype in dtypes]
