@@ -6,10 +6,11 @@
 // dispatch`, so that is where the gate stands: what is of interest goes on to Python, the rest
 // runs at once, below the mode, just as Python would have run it.
 //
-// An op of interest is one that is written down (by its number in the step), that writes (unless
-// Python has said that writes do not matter now), that draws random numbers from a generator of its
-// own, that nobody has classified yet, or that has run out of memory. Where another mode is active as well, or a tensor has a class
-// with dispatching of its own, everything goes to Python.
+// An op of interest is one that is written down (by its number in the step), that writes to a storage
+// of which Python knows something (unless it has said that writes do not matter now), that draws random
+// numbers from a generator of its own, that nobody has classified yet, or that has run out of memory.
+// Where another mode is active as well, or a tensor has a class with dispatching of its own,
+// everything goes to Python.
 //
 // Of what is written down, too, most is the same in every step but for whose bytes it reads. Once
 // Python has seen such an op and kept its form, it is only told, after the op has run, which
@@ -47,6 +48,9 @@ void PyGILState_Release(int);
 PyObject* PyTuple_New(std::ptrdiff_t);
 int PyTuple_SetItem(PyObject*, std::ptrdiff_t, PyObject*);
 PyObject* PyLong_FromLongLong(long long);
+PyObject* PyLong_FromVoidPtr(void*);
+int PyDict_Contains(PyObject*, PyObject*);
+void PyErr_Clear();
 PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
@@ -61,12 +65,25 @@ namespace {
 using namespace c10;  // as in PyTorch's header, from which the forwards are made
 using namespace c10::impl;
 
-enum Kind : int { kUnknown = 0, kView = 1, kPlain = 2, kWriter = 3, kRandom = 4, kWritten = 5 };
+enum Kind : int {
+  kUnknown = 0,
+  kView = 1,
+  kPlain = 2,
+  kWriter = 3,
+  kRandom = 4,
+  kStatistics = 5,
+  kWritten = 6
+};
 using Form = lowtide::Form;
+
+struct Known {
+  Kind kind = kUnknown;
+  std::uint64_t writes = 0;  // to which of its arguments, a bit for each
+};
 
 // Never destroyed: ops may still run when the process ends.
 std::shared_mutex guard;  // of the tables below, and the id
-auto& kinds = *new std::unordered_map<c10::OperatorHandle, Kind>;
+auto& kinds = *new std::unordered_map<c10::OperatorHandle, Known>;
 auto& written_down = *new std::vector<std::uint64_t>;  // a bit for each op of a step
 // By the op's number, the latest last: steps of several kinds may take turns.
 auto& forms = *new std::unordered_map<std::int64_t, std::vector<std::shared_ptr<const Form>>>;
@@ -83,6 +100,9 @@ std::int64_t last_form = 0;  // its id
 std::atomic<PyObject*> recorder{nullptr};  // told of ops whose form is known; Python's to change
 std::atomic<PyObject*> mode{nullptr};  // the one that would see ops; none: the gate is shut
 std::atomic<bool> writes_pass{false};
+// Dictionaries by storage: who writes to one of them is of interest. None: whoever writes. Python's to
+// change, and read under its lock.
+std::atomic<PyObject*> watched[2]{};
 std::atomic<std::int64_t> next_number{0};
 std::atomic<std::int64_t> passed{0};
 
@@ -129,15 +149,43 @@ class Gate final : public PyInterpreterVTable {
   bool passes(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     if (!is_open()) return false;
     offer.number = -1;
-    const Kind kind = interest(op);
+    const Known known = interest(op);
+    const Kind kind = known.kind;
     if (kind == kUnknown) return false;
     const std::size_t count = op.schema().arguments().size();
     for (auto given = stack->end() - static_cast<std::ptrdiff_t>(count); given != stack->end();
          ++given) {
       if (has_class_of_its_own(*given)) return false;
     }
+    if (known.writes != 0 && !writes_elsewhere(*stack, count, known.writes)) return false;
     if (kind == kRandom) return draw(op, stack, count);
     return kind == kWritten ? record(op, stack, count) : run(op, stack, count, kind);
+  }
+
+  // Whether Python knows nothing of what is written to.
+  static bool writes_elsewhere(const torch::jit::Stack& stack, std::size_t count,
+                               std::uint64_t writes) {
+    c10::SmallVector<void*, 8> storages;
+    for (std::size_t i = 0; i < count; ++i) {
+      if (!(writes >> i & 1)) continue;
+      lowtide::each_tensor(stack[stack.size() - count + i], [&](const at::Tensor& tensor) {
+        if (tensor.has_storage()) storages.push_back(tensor.storage().unsafeGetStorageImpl());
+      });
+    }
+    const int state = PyGILState_Ensure();
+    bool elsewhere = true;
+    for (void* const storage : storages) {
+      PyObject* const key = PyLong_FromVoidPtr(storage);
+      for (const auto& table : watched) {
+        PyObject* const known = table.load(std::memory_order_acquire);
+        const int found = known == nullptr ? 1 : PyDict_Contains(known, key);
+        if (found < 0) PyErr_Clear();
+        elsewhere = elsewhere && found == 0;
+      }
+      Py_DecRef(key);
+    }
+    PyGILState_Release(state);
+    return elsewhere;
   }
 
   // An op that draws random numbers: should it have to run again, it draws the same.
@@ -272,20 +320,22 @@ class Gate final : public PyInterpreterVTable {
     return top->ptr(&top->pyinterpreter()) == ours;
   }
 
-  // What it is, if anybody knows.
-  static Kind interest(const c10::OperatorHandle& op) {
+  // What it is, if anybody knows, and what it writes to, if that is of interest.
+  static Known interest(const c10::OperatorHandle& op) {
     std::shared_lock lock(guard);
     const auto found = kinds.find(op);
-    if (found == kinds.end()) return kUnknown;
-    if (found->second == kWriter && !writes_pass.load(std::memory_order_relaxed)) return kUnknown;
-    if (found->second != kView && c10::GradMode::is_enabled()) {
+    if (found == kinds.end()) return {};
+    Known known = found->second;
+    if (known.kind == kWriter && writes_pass.load(std::memory_order_relaxed)) known.writes = 0;
+    if (known.writes != 0 && watched[0].load(std::memory_order_relaxed) == nullptr) return {};
+    if (known.kind != kView && c10::GradMode::is_enabled()) {
       const auto number =
           static_cast<std::uint64_t>(next_number.load(std::memory_order_relaxed));
       const std::size_t word = number / 64;
       if (word < written_down.size() && (written_down[word] >> (number % 64) & 1))
-        return found->second == kPlain ? kWritten : kUnknown;
+        return {known.kind == kPlain ? kWritten : kUnknown};
     }
-    return found->second;
+    return known;
   }
 
   static bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count,
@@ -391,14 +441,22 @@ void lowtide_gate_forget() {
 // Whether ops that write are of no interest either, from now on.
 void lowtide_gate_let_write(int pass) { writes_pass.store(pass != 0); }
 
+// Who writes to a storage by which something is known in one of these is of interest, others are not;
+// with none, all are. Python keeps them until there are others.
+void lowtide_gate_watch(void* some, void* others) {
+  watched[1].store(static_cast<PyObject*>(others), std::memory_order_release);
+  watched[0].store(static_cast<PyObject*>(some), std::memory_order_release);
+}
+
 // What an op does: shows what it is given (1), makes something new (2), writes to what it is given, so
-// that it cannot be run again if it fails (3), or makes something new with random numbers (4). False:
-// there is no such op.
-int lowtide_gate_know(const char* name, const char* overload, int kind) {
+// that it cannot be run again if it fails (3), makes something new with random numbers (4), or makes
+// something new and moves statistics along (5). `writes` has a bit for each argument that it writes to.
+// False: there is no such op.
+int lowtide_gate_know(const char* name, const char* overload, int kind, std::uint64_t writes) {
   const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!found) return 0;
   std::unique_lock lock(guard);
-  kinds[*found] = static_cast<Kind>(kind);
+  kinds[*found] = {static_cast<Kind>(kind), writes};
   return 1;
 }
 

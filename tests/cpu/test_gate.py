@@ -206,3 +206,53 @@ def test_a_mode_that_is_not_its_own_is_none_of_its_business(gate: Gate) -> None:
         torch.ones(4, 4) @ torch.ones(4, 4)
         gate.close()
     assert seen.count("aten.mm.default") == 1
+
+
+def norms(rows: torch.Tensor, norm: torch.nn.BatchNorm1d) -> torch.Tensor:
+    made = torch.nn.functional.relu_(norm(rows)) * 2
+    made.add_(1)
+    made.sum().backward()
+    assert norm.running_mean is not None
+    return torch.cat([made.detach().flatten(), norm.running_mean])
+
+
+def test_only_writes_to_what_is_known_are_seen(gate: Gate) -> None:
+    rows = torch.randn(16, 8, requires_grad=True)
+    made = [torch.nn.BatchNorm1d(8) for _ in range(3)]
+    expected = norms(rows, made[0])
+    values: dict[int, Any] = {}
+    leaves: dict[int, Any] = {}
+    row, statistics = torch.zeros(4), (torch.zeros(8), torch.ones(8))
+    with seeing(gate) as seen:
+        gate.watch((values, leaves))
+        try:
+            gate.close()
+            norms(rows, made[1])  # every op is known now
+            names = [one.split()[-1] for one in seen]
+            assert {"aten.add_.Tensor", "aten.relu_.default"} <= set(names)
+            assert any("batch_norm" in name for name in names)
+            seen.clear()
+            mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+            gate.open(mode, frozenset())
+            found = norms(rows, made[2])
+            assert not seen, "nobody knows what they write to"
+            for table in (values, leaves):
+                table[row.untyped_storage()._cdata] = "something"
+                row.add_(1)
+                row[1:].add_(1)
+                assert len(seen) == 2, "it lies in the same storage"
+                table.clear()
+                seen.clear()
+            row.add_(1)
+            assert not seen
+            values[statistics[0].untyped_storage()._cdata] = "something"
+            torch.nn.functional.batch_norm(rows, *statistics, training=True)
+            assert ["batch_norm" in one for one in seen] == [True]
+            gate.watch(None)
+            seen.clear()
+            row.add_(1)
+            assert len(seen) == 1, "all are seen"
+        finally:
+            gate.watch(None)
+    assert torch.equal(found, expected)
+    assert row.tolist() == [4, 6, 6, 6]

@@ -310,3 +310,45 @@ def test_ops_are_seen_again_after_any_step_of_an_optimizer(
     ours, unseen = train(8, 0.7)
     assert unseen > 2
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_a_write_to_what_dropped_values_are_made_from_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if no step before did that. Other writes are not seen: there are many in a step."""
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
+    steps = STEPS + 4
+
+    def train(*, fitted: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(64, 64) for _ in range(20))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = torch.randn(2048, 64)
+        around = lowtide.fit(model, optimizer, budget=0.7)
+        with around if fitted else nullcontext():
+            for number in range(steps):
+                x, made = rows, []
+                for at, layer in enumerate(model):
+                    x = layer(x).tanh()
+                    if at % 4 == 0:
+                        made.append(x)  # from which the next one is made
+                    with torch.no_grad():
+                        x.clone().mul_(0.5)  # is nobody's
+                if number == steps - 1:
+                    if fitted:
+                        dynamic = around._budgeted._dynamic  # type: ignore[union-attr]
+                        assert dynamic is not None and dynamic.seer._gate is not None
+                        assert dynamic.room.lax and dynamic.seer._gate.is_open
+                        assert any(cell.state is State.DROPPED for cell in dynamic.room.cells)
+                    with torch.no_grad():
+                        for one in made:
+                            one.data.mul_(0.5)
+                x.square().mean().backward()
+                del x, made
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    ours, expected = train(fitted=True), train(fitted=False)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))

@@ -52,19 +52,19 @@ class Dynamic:
         saves: Callable[[], NativeSaves | None] = lambda: None,
     ) -> None:
         self.digests = verify == "always"
-        self.ledger = Ledger(device)
-        self._costs = Costs(device)
+        self.ledger, self._costs = Ledger(device), Costs(device)
         self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self.seer = Seer(self.ledger, self._costs, self.room, gate)
         self.replayer = Replayer(self.ledger, self._costs, self.room, fuser)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
-        self.room.recipe_of = self.trust.reliable
-        self.room.surely_of = self.trust.surely
+        self.room.recipe_of, self.room.surely_of = self.trust.reliable, self.trust.surely
         self.room.cost_of = self.replayer.cost
         self.room.ask(self.cap)
         self.idle = idle(self)
         self.seer.about_to_write = self.idle.about_to_write
+        self.idle.guest_leaves = self.seer.see_all_writes
+        self.seer.others_watch = self.idle.optimizers.guests_away
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
         self.planned = planned

@@ -14,7 +14,7 @@ from lowtide._runtime.delta.record import Known
 from lowtide._runtime.torch_build import build_gate
 
 _WORD = 64
-_VIEW, _PLAIN, _WRITER, _RANDOM = 1, 2, 3, 4
+_VIEW, _PLAIN, _WRITER, _RANDOM, _STATISTICS = 1, 2, 3, 4, 5
 
 # Told of an op: its form, its number, the storages it read, those it may have made, and their
 # places among the results.
@@ -31,6 +31,7 @@ class Gate:
         self._told: set[int] = set()  # overloads live as long as the program
         self._written_down: frozenset[int] | None = None
         self._recorder: Recorder | None = None  # as long as the library may call it
+        self._watched: tuple[dict[int, Any], dict[int, Any]] | None = None  # ... may read them
         self.is_open = False
 
     def open(self, mode: object, written_down: frozenset[int]) -> None:
@@ -67,9 +68,15 @@ class Gate:
         kind = _VIEW if what.view else _PLAIN if what.plain else _WRITER
         if what.draws:
             kind = _RANDOM
-        if kind != _WRITER or what.only_writes:
-            name, overload = func._schema.name, func._schema.overload_name
-            self._library.lowtide_gate_know(name.encode(), overload.encode(), kind)
+        elif what.only_moves_statistics:
+            kind = _STATISTICS
+        facts = what.facts
+        names = facts.written | facts.statistics
+        writes = sum(1 << i for i, name in enumerate(facts.arguments) if name in names)
+        if writes >> _WORD or (kind == _WRITER and not what.only_writes):
+            return
+        name, overload = func._schema.name, func._schema.overload_name
+        self._library.lowtide_gate_know(name.encode(), overload.encode(), kind, writes)
 
     def record_by(self, recorder: Recorder | None) -> None:
         """Who is told of ops that are written down, once their form is known."""
@@ -83,6 +90,16 @@ class Gate:
         Where that can be known again the recorder is told of it, and not the mode; otherwise 0.
         """
         return int(self._library.lowtide_gate_keep(number))
+
+    def watch(self, tables: tuple[dict[int, Any], dict[int, Any]] | None) -> None:
+        """Of ops that write, only those are seen that write to a storage in one of these.
+
+        They are read as they are then. None: all of them are seen.
+        """
+        before, self._watched = self._watched, tables
+        some, others = (None, None) if tables is None else map(id, tables)
+        self._library.lowtide_gate_watch(some, others)
+        del before  # only now
 
     def let_write(self, pass_: bool) -> None:
         """Whether ops that write pass as well, from now on."""
@@ -127,9 +144,15 @@ def _load(path: Path) -> Gate:
     library.lowtide_gate_record_by.argtypes = [ctypes.c_void_p]
     library.lowtide_gate_keep.argtypes = [ctypes.c_int64]
     library.lowtide_gate_keep.restype = ctypes.c_int64
-    for done in ("write_down", "close", "leave", "record_by", "forget", "let_write"):
+    for done in ("watch", "write_down", "close", "leave", "record_by", "forget", "let_write"):
         getattr(library, f"lowtide_gate_{done}").restype = None
-    library.lowtide_gate_know.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
+    library.lowtide_gate_know.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_uint64,
+    ]
+    library.lowtide_gate_watch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.lowtide_gate_count_from.argtypes = [ctypes.c_int64]
     library.lowtide_gate_count_from.restype = None
     for count in ("number", "take_number", "passed"):

@@ -113,6 +113,7 @@ class IdleState:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.told: Callable[[int], None] = lambda _: None  # of every piece of a step
         self.changed: Callable[[], None] = lambda: None  # what there is is not what was planned
+        self.guest_leaves: Callable[[], None] = lambda: None  # who writes to it says so from now on
         self._before: list[tuple[int, int, int]] | None = None  # before it was replaced
         self._by_plan = False  # what leaves when is said by a plan, in this step
         self._at: tuple[int, int] | None = None  # the optimizer that steps, and its piece
@@ -181,11 +182,18 @@ class IdleState:
         for cell in self._free(cells, _HERE):
             if enough():
                 break
-            starts = cell.state is State.LEAVING or (not leaving and cell.alone() and cell.leave())
+            starts = cell.state is State.LEAVING
+            if not starts and not leaving and cell.alone():
+                starts = self._leave(cell)
             if starts and cell.release():
                 released.append(cell.bytes)
         self._was_needed = self._was_needed or bool(released)
         return released
+
+    def _leave(self, cell: StateCell) -> bool:
+        if isinstance(cell, GuestCell):
+            self.guest_leaves()
+        return cell.leave()
 
     def reloaded(self) -> None:
         """An optimizer's state was replaced. That of others stays where it is."""
@@ -248,7 +256,7 @@ class IdleState:
         elif action.act is Act.LEAVE:
             if cell.state is State.HERE and not cell.alone():
                 return False
-            cell.leave()
+            self._leave(cell)
         elif action.act is Act.RELEASE:
             return cell.state is not State.LEAVING or cell.release() or not waits
         elif cell.state is State.AWAY and has(cell.bytes):

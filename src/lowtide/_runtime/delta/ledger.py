@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -148,6 +149,10 @@ class Ledger:
         found = self._leaves.get(key)
         value = None if found is None else found()
         return None if value is None or value.storage() is None else value
+
+    def tables(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """By storage, all of which something is known: they are the same as long as it lives."""
+        return self.values, self._leaves
 
     def written(self, storage: torch.UntypedStorage, value: Value | None) -> None:
         """It is no longer what it was, but `value`, or something unknown."""

@@ -67,6 +67,7 @@ class Known:
     plain: bool  # PyTorch's own; it reads what it is given and makes something new of it, no more
     draws: bool  # the same, but of random numbers, too
     only_writes: bool  # PyTorch's own; it changes what it is given, and draws no random numbers
+    only_moves_statistics: bool  # plain, but for that
 
 
 _known: dict[int, Known] = {}  # overloads live as long as the program
@@ -102,6 +103,10 @@ def _find_out(func: OpOverload[..., Any]) -> Known:
         only_writes=aten
         and bool(facts.written)
         and not (facts.overwrites or facts.statistics or facts.may_be_random),
+        only_moves_statistics=aten
+        and makes
+        and bool(facts.statistics)
+        and not (facts.written or facts.may_be_random),
     )
 
 

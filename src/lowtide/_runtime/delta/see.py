@@ -45,6 +45,7 @@ class Seer:
         self._captured = -1  # the number of the last op, if it could be run again
         self.about_to_write: Callable[[torch.UntypedStorage], None] = lambda _: None
         self.holds = Holds()  # sources of ops that a plan holds on to
+        self.others_watch: Callable[[], object] = lambda: False  # who writes where, besides these
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
@@ -110,6 +111,7 @@ class Seer:
             if self._gate is not None:
                 self._gate.number = number
                 self._gate.record_by(self._note)
+                self._gate.watch(None if self.others_watch() else self.ledger.tables())
                 self._gate.open(mode, self.recorded)
                 mode.learn = self._gate.learn
         elif self._gate is not None and self._gate.is_open:
@@ -122,11 +124,17 @@ class Seer:
         if self._gate is not None:
             self._gate.let_write(pass_)
 
+    def see_all_writes(self) -> None:
+        """In this step, from now on: others watch, too."""
+        if self._gate is not None:
+            self._gate.watch(None)
+
     def leave_gate(self) -> None:
         """PyTorch is as it was."""
         if self._gate is not None:
             self._gate.leave()
             self._gate.record_by(None)
+            self._gate.watch(None)
 
     def begin_step(self) -> None:
         """Ops are numbered from here."""
