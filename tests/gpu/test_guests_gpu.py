@@ -14,7 +14,7 @@ from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.guests import GuestCell
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 
-WIDTH, DEPTH = 1024, 16
+WIDTH, DEPTH = 2048, 16  # a budget of 256 MiB and more is held by PyTorch's allocator, too
 
 
 @pytest.fixture(autouse=True)

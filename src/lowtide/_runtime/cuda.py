@@ -355,15 +355,18 @@ class CudaPlace:
         torch.cuda.synchronize(device)
         found = [one for one in self._movable(device) if wanted(one.data_ptr()) and one.resizable()]
         found.sort(key=lambda storage: -storage.data_ptr())
-        while found:
-            try:
-                content = found[-1].clone()
-            except torch.OutOfMemoryError:
-                break
-            if not self._library.lowtide_torch_exchange(found.pop()._cdata, content._cdata):
-                break
+        while found and self._exchange(found[-1]):
+            found.pop()
         if sum(one.nbytes() for one in found) <= _PARKED * available_bytes():
             self._restore_without([_Parked(one, one.nbytes(), one.cpu(), -1) for one in found], [])
+
+    def _exchange(self, storage: torch.UntypedStorage) -> bool:
+        """New bytes for it, if there are any; the old ones, and what they lay in, go at once."""
+        try:
+            content = storage.clone()
+        except torch.OutOfMemoryError:
+            return False
+        return bool(self._library.lowtide_torch_exchange(storage._cdata, content._cdata))
 
     def _movable(self, device: int) -> list[torch.UntypedStorage]:
         """Storages whose bytes may be moved: those of the current stream, in no private pool."""
