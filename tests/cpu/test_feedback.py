@@ -1,6 +1,7 @@
 """Plans judged by the steps that went by them: others are tried, and the fastest one stays."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from tides import TOLERANCE, plain, planned_of
 from tight import bits_of, find_difference, state_of
 
 import lowtide
-from lowtide._ir import OpIndex, Plan, Rerun
+from lowtide._ir import Drop, OpIndex, Plan, Rerun, ValueId
 from lowtide._policy.host import Host
 from lowtide._policy.tide import tide as plan_tide
+from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
 from lowtide._runtime.delta import replans
 from lowtide._runtime.delta.feedback import SETTLED, Spent, Verdict, host_of, judge
 from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.plans import plan_by_tide
 from lowtide._runtime.swap.script import Observed, Script, write_script
 from lowtide._trace.text import parse
 
@@ -66,26 +69,54 @@ def test_what_the_host_takes_is_what_was_measured_without_what_a_plan_added() ->
     one.plan = replace(one.plan, remakes=one.plan.remakes * 2)
     reruns, acts = Spent(), Spent()
     reruns.seconds, reruns.count = 3.0, 10
-    found = host_of(one, reruns, acts)
+    found = host_of(one, reruns, acts, 0.0)
     assert found.seconds == pytest.approx(1.4)
     assert found.rerun_seconds == pytest.approx(0.3)
     assert found.step_seconds(one.plan.remakes, ()) == pytest.approx(2.0)
+
+
+def test_what_comes_with_moving_is_shared_out_among_acts() -> None:
+    one = script(1.0, [2.0] * SETTLED)
+    drops = tuple(Drop(OpIndex(1), ValueId(v)) for v in range(2))
+    one.plan = replace(one.plan, remakes=(*drops, *one.plan.remakes))
+    reruns, acts = Spent(), Spent()
+    reruns.seconds, reruns.count = 1.0, 10
+    acts.seconds, acts.count = 1.0, 20
+    found = host_of(one, reruns, acts, 0.9)
+    assert found.act_seconds == pytest.approx(0.4), "0.8 s besides the rerun, for two drops"
+    assert found.seconds == pytest.approx(1.1)
+    assert host_of(one, reruns, acts, 0.1).act_seconds == pytest.approx(0.05)
+
+
+def test_coarser_plans_move_nothing_small() -> None:
+    one = script(1.0, [2.0] * SETTLED)
+    text = "".join(f"nop x{i}:8 -> y{i}:{10 * (i + 1)} | 1s\n" for i in range(10))
+    trace = parse(text)
+    made = [op.writes[0] for op in trace.ops]
+    one.observed = replace(one.observed, trace=trace, saves={v: i for i, v in enumerate(made)})
+    one.plan = replace(one.plan, remakes=tuple(Drop(OpIndex(9), v) for v in made))
+    assert host_of(one, Spent(), Spent(), 0.0).least == (31, 51, 71, 91)
+    one.plan = replace(one.plan, remakes=tuple(Drop(OpIndex(9), v) for v in made[:1]))
+    assert host_of(one, Spent(), Spent(), 0.0).least == ()
 
 
 def train(monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict]) -> tuple[Any, list[Any]]:
     """A job, judged as given whenever a plan has settled: its plans in order, and who asked."""
     asked: list[Host | None] = []
 
-    def plan(trace: Any, machine: Any, **how: Any) -> Plan:
-        asked.append(how["host"])
-        return plan_tide(trace, machine, **how, seed=len(asked))
+    def plan(*given: Any, host: Host | None, **how: Any) -> Plan | None:
+        asked.append(host)
+        seeded = partial(plan_tide, seed=len(asked))
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "tide", seeded)
+            return plan_by_tide(*given, **how)
 
     def judged(one: Script) -> Verdict:
         if one.judged or len(one.settled) < 2 or not verdicts:
             return Verdict.WAIT
         return verdicts.pop(0)
 
-    monkeypatch.setattr(plans, "tide", plan)
+    monkeypatch.setattr(budgeting, "plan_by_tide", plan)
     monkeypatch.setattr(replans, "judge", judged)
     monkeypatch.setattr(replans, "measured_seconds", lambda _: 1e9)  # any plan is faster
     name, steps = "gpt", 20

@@ -1,11 +1,13 @@
-"""Plans by swapping, of steps for which the host has little time or much."""
+"""Plans of steps for which the host has little time or much."""
 
 from collections.abc import Mapping
 
 import pytest
 
-from lowtide._ir import Link, Machine, OpIndex, ValueId
-from lowtide._runtime.plans import _ACT_SECONDS, plan_by_swapping
+from lowtide._ir import Drop, Link, Machine, OpIndex, Plan, ValueId
+from lowtide._policy.host import Host
+from lowtide._runtime import plans
+from lowtide._runtime.plans import _ACT_SECONDS, plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.script import Observed
 from lowtide._trace.text import parse
 
@@ -39,7 +41,8 @@ def observed(asked: float, device: str = "cuda:0") -> Observed:
         saves=saves,
         states={},
         held={v: trace.values[v].saves[0].packed for v in saves},
-        numbers=(-1,) * count,
+        numbers=tuple(range(count)),
+        droppable=frozenset(saves),
         asked=tuple(asked * i / count for i in range(count + 1)),
     )
 
@@ -75,3 +78,35 @@ def test_within_a_limit_the_host_is_part_of_the_time() -> None:
     assert at_ease < 1.2 * seconds
     late, swaps = planned(2 * seconds)
     assert late == pytest.approx(2 * seconds + 3 * swaps * _ACT_SECONDS)
+
+
+def test_a_host_that_has_no_time_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_SECONDS", 0.2)
+    step = observed(0.0)
+    slow = Link((1, 1 << 30), (1.0, 1e3))
+
+    def planned(host: Host | None) -> Plan | None:
+        machine = Machine("slow", 1 << 40, 1 << 40, slow, slow)
+        return plan_by_tide(
+            step,
+            machine,
+            limit=75 * MIB,
+            highest=None,
+            host_budget=1 << 40,
+            smallest=MIB,
+            host=host,
+        )
+
+    def dropped(plan: Plan | None) -> list[int]:
+        assert plan is not None
+        drops = {one.value for one in plan.remakes if isinstance(one, Drop)}
+        return sorted(step.trace.values[value].bytes // MIB for value in drops)
+
+    assert min(dropped(planned(None))) <= 8
+    act = 0.01
+    sizes = (9 * MIB, 11 * MIB)
+    found = planned(Host(0.1, 0.0, act, sizes))
+    assert found is not None and min(dropped(found)) >= 9
+    count = sum(isinstance(one, Drop) for one in found.remakes)
+    assert found.seconds == pytest.approx(0.1 + count * act), "no faster than it is asked for"
+    assert planned(Host(0.1, 0.0, act, (14 * MIB,))) is None, "nothing is so large"

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.bound import least_recompute_seconds
 from lowtide._policy.candidates import Reach, candidates
 from lowtide._policy.ground import Ground
-from lowtide._policy.host import Host, count_reruns
 from lowtide._policy.joint import Choice, Task, attempt
 from lowtide._policy.relax import Relaxed, relax
 from lowtide._policy.remake import remake
@@ -317,27 +315,3 @@ def test_a_weight_stays_while_something_that_was_dropped_is_made_from_it() -> No
     assert trial is not None and trial.swaps and not trial.remakes
     with_both = replace(task, limit=200)
     assert attempt(with_both, away) is None, "`b` is gone, too, and cannot do without `w`"
-
-
-def test_where_the_host_is_slow_a_plan_asks_for_less() -> None:
-    """Of two values that could go, one is made by three quick ops, the other by a slow one."""
-    trace = parse(
-        "have x:10 | input\n"
-        "quick x -> p:50 | 1us\nquick p -> q:50 | 1us\nquick q -> a:100 | 1us\nfree p\nfree q\n"
-        "slow x -> b:100 | 9us\nlong x -> c:10 | 50us\nlarge c -> d:100 | 1us\nfree d\n"
-        "back b c -> e:10 | 1us\nfree b\nback a e -> f:10 | 1us\n"
-    )
-
-    plain = sum(op.seconds for op in trace.ops)
-    dear = np.ones(len(trace.values))
-    dear[3] = 1000.0  # `a` had better stay
-
-    def seconds(host: Host | None) -> list[float]:
-        task = Task(Ground(trace), None, 235, None, 1, None, host)
-        trials = [attempt(task, Choice(weights=weights)) for weights in (None, dear)]
-        assert [count_reruns(one.remakes) for one in trials if one is not None] == [3, 1]
-        return [one.seconds - plain for one in trials if one is not None]
-
-    assert seconds(None) == pytest.approx([3e-6, 9e-6])
-    assert seconds(Host(plain / 2, 1e-6, 0.0)) == pytest.approx([3e-6, 9e-6])
-    assert seconds(Host(plain, 20e-6, 0.0)) == pytest.approx([60e-6, 20e-6])

@@ -14,7 +14,8 @@ class Host:
 
     seconds: float
     rerun_seconds: float  # for each op that runs again
-    act_seconds: float  # for each drop, and each part of a swap
+    act_seconds: float  # for each drop, and each part of a swap, with all that comes with it
+    least: tuple[int, ...] = ()  # bytes: plans in which nothing smaller moves ask for less
 
     def step_seconds(self, remakes: Sequence[Remake], swaps: Sequence[Swap]) -> float:
         """What the host takes for a step with these."""

@@ -8,7 +8,7 @@ and that one is simulated.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -18,7 +18,6 @@ from lowtide._ir import Kind, Machine, OpIndex, Plan, Remake, Swap, ValueId
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
-from lowtide._policy.host import Host
 from lowtide._policy.problem import SLACKS, Problem, best_within, make_problem
 from lowtide._policy.remake import Weights, remake
 from lowtide._policy.taste import Taste
@@ -35,7 +34,6 @@ class Task:
     runtime: Runtime | None
     smallest: int  # bytes of what is worth swapping
     host_budget: int | None
-    host: Host | None = None  # None: not known, and taken to be fast enough
 
     def problem(self, step: Remade | None = None) -> Problem:
         """Of swapping, in the step as it was traced or as it was made."""
@@ -99,7 +97,7 @@ def attempt(
         return None
     again, remakes = found
     if not choice.swaps:
-        return _no_faster_than_asked(task, Trial(tuple(remakes), (), plain + again, task.limit))
+        return Trial(tuple(remakes), (), plain + again, task.limit)
     step = remade(ground.trace, remakes)
     problem = task.problem(step)
     trial = best_within(
@@ -114,16 +112,7 @@ def attempt(
         return None
     if task.host_budget is not None and _below(step, trial.swaps) > task.host_budget:
         return None
-    return _no_faster_than_asked(
-        task, Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes)
-    )
-
-
-def _no_faster_than_asked(task: Task, trial: Trial) -> Trial:
-    if task.host is None:
-        return trial
-    least = task.host.step_seconds(trial.remakes, trial.swaps)
-    return replace(trial, seconds=max(trial.seconds, least))
+    return Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes)
 
 
 def _copying(machine: Machine, ground: Ground, swaps: Sequence[Swap]) -> float:

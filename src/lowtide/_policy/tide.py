@@ -13,7 +13,6 @@ from lowtide._analyze.load import find_peak
 from lowtide._ir import Machine, OpIndex, Plan, Trace
 from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.ground import Ground, Runtime
-from lowtide._policy.host import Host
 from lowtide._policy.joint import Choice, Task, as_plan, attempt
 from lowtide._policy.search import Search
 from lowtide._policy.taste import Stuck
@@ -34,7 +33,6 @@ def tide(
     smallest: int = 1 << 20,
     host_budget: int | None = None,
     patience: float = 1.0,
-    host: Host | None = None,
 ) -> Plan:
     """The fastest plan that was found within `limit` bytes, or raises `CannotFit`.
 
@@ -48,7 +46,7 @@ def tide(
         return Plan((), peak.bytes, plain, peak.bytes, plain, "tide", name)
     with _without_collections():
         ground = Ground(trace, runtime)
-        task = Task(ground, machine, limit, runtime, smallest, host_budget, host)
+        task = Task(ground, machine, limit, runtime, smallest, host_budget)
         best = Search(task, seed).run(seconds, patience)
         if best is None:
             raise _cannot(task, peak.bytes)

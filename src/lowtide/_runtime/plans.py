@@ -37,19 +37,49 @@ def plan_by_tide(
     """Of steps that hold no more than `limit`; None: none was found.
 
     `highest`: a layout is looked for that lies within so many bytes. `host`: what it is known to
-    take.
+    take for a plan that it had no time for. So those are looked for which ask it for less: no step
+    is faster than it is asked for.
     """
+    if host is None:
+        return _plan_by_tide(observed, machine, limit, highest, host_budget, smallest, 0, _SECONDS)
+    found: list[Plan] = []
+    for least in host.least:
+        plan = _plan_by_tide(
+            observed, machine, limit, highest, host_budget, smallest, least, _SECONDS / 2
+        )
+        if plan is None:
+            break  # nor with still less
+        asked = host.step_seconds(plan.remakes, plan.swaps)
+        found.append(replace(plan, seconds=max(plan.seconds, asked)))
+    return min(found, key=lambda plan: plan.seconds, default=None)
+
+
+def _plan_by_tide(
+    observed: Observed,
+    machine: Machine,
+    limit: int,
+    highest: int | None,
+    host_budget: int,
+    smallest: int,
+    least: int,
+    seconds: float,
+) -> Plan | None:
+    """In which nothing smaller than `least` is dropped or moved."""
     for guests in (False, True):
+        runtime = runtime_of(observed, guests=guests)
+        if least:
+            values = observed.trace.values
+            large = {value for value in observed.droppable if values[value].bytes >= least}
+            runtime = replace(runtime, droppable=large)
         within = partial(
             tide,
             observed.trace,
             machine,
-            seconds=_SECONDS,
+            seconds=seconds,
             patience=_PATIENCE,
-            runtime=runtime_of(observed, guests=guests),
-            smallest=smallest,
+            runtime=runtime,
+            smallest=max(smallest, least),
             host_budget=host_budget,
-            host=host,
         )
         with suppress(CannotFit):
             if highest is None:

@@ -11,6 +11,7 @@ from statistics import median
 from time import perf_counter
 from typing import Self
 
+from lowtide._ir import Drop
 from lowtide._policy.host import Host, count_acts, count_reruns
 from lowtide._runtime.swap.script import Script
 
@@ -20,6 +21,7 @@ SETTLED, _MEASURED = (
 )  # steps by a plan, as all to come; of them the last, by which it is judged
 _OFF = 1.05  # times what was planned
 _ROUNDS = 2
+_SHARES = (0.2, 0.4, 0.6, 0.8)  # of what a plan moves, that another one does not
 
 
 class Verdict(Enum):
@@ -74,9 +76,25 @@ class Spent:
         return self.seconds / self.count if self.count else 0.0
 
 
-def host_of(script: Script, reruns: Spent, acts: Spent) -> Host:
-    """What the host takes for steps like it, from those that were measured."""
+def host_of(script: Script, reruns: Spent, acts: Spent, hooked: float) -> Host:
+    """What the host takes for steps like it, from those that were measured.
+
+    Where saves are dealt with, for `hooked` seconds a step, more is done than acts and reruns:
+    that, too, is for what moves.
+    """
     plan = script.plan
-    added = count_reruns(plan.remakes) * reruns.each()
-    added += count_acts(plan.remakes, plan.swaps) * acts.each()
-    return Host(max(0.0, measured_seconds(script) - added), reruns.each(), acts.each())
+    again = count_reruns(plan.remakes) * reruns.each()
+    count = count_acts(plan.remakes, plan.swaps)
+    each = max(acts.each(), (hooked - again) / max(1, count))
+    seconds = max(0.0, measured_seconds(script) - again - count * each)
+    return Host(seconds, reruns.each(), each, _coarser(script))
+
+
+def _coarser(script: Script) -> tuple[int, ...]:
+    """Sizes between those of what its plan moves: without what is smaller, less does."""
+    saves, values = script.observed.saves, script.observed.trace.values
+    moved = {one.value for one in script.plan.remakes if isinstance(one, Drop)}
+    moved |= {swap.value for swap in script.plan.swaps}
+    sizes = sorted(values[value].bytes for value in moved & saves.keys())
+    picked = {sizes[int(share * len(sizes))] + 1 for share in _SHARES if sizes}
+    return tuple(sorted(least for least in picked if least <= sizes[-1]))

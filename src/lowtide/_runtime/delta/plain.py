@@ -35,6 +35,8 @@ class Plain:
     def start(self, saved: Saved) -> None:
         """Its saves."""
         self._natively.start(saved)
+        if self._planned is not None:
+            self._planned.replans.hooked = lambda: saved.own_seconds
 
     def _went_on(self, event: int, saves: int) -> None:
         expected = self._natively.expected

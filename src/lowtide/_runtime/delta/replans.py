@@ -29,6 +29,8 @@ class Replans:
         self._failed = failed
         self.anew = False  # steps go by another plan than memory is laid out for
         self.reruns, self.acts = Spent(), Spent()  # in steps by a plan
+        self.hooked: Callable[[], float] = lambda: 0.0  # seconds of the host for saves, so far
+        self._hooked = 0.0  # ... when it was last begun to count
 
     def shrink(self, old: Script | None, less: int) -> bool:
         """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
@@ -59,6 +61,7 @@ class Replans:
         if not script.settled:  # steps before took longer: kernels were compiled and compared
             self.reruns.begin()
             self.acts.begin()
+            self._hooked = self.hooked()
         script.settled.append(script.seconds[-1])
         verdict = judge(script)
         if verdict is Verdict.WAIT:
@@ -69,7 +72,9 @@ class Replans:
             self._exchange(script, script.rival)
         elif verdict is Verdict.ANOTHER:
             most = script.plan.peak_bytes if script.replans else None
-            new = self._made_anew(script, most, host_of(script, self.reruns, self.acts))
+            hooked = (self.hooked() - self._hooked) / (len(script.settled) - 1)
+            host = host_of(script, self.reruns, self.acts, hooked)
+            new = self._made_anew(script, most, host)
             if new is not None and new.plan.seconds < measured_seconds(script):
                 new.replans, new.rounds, new.rival = script.replans, script.rounds + 1, script
                 self._exchange(script, new)
