@@ -82,10 +82,11 @@ def train(steps: int, budget: float | None, **how: Any) -> tuple[list[torch.Tens
 @pytest.mark.parametrize("policy", ["tide", "delta"])
 def test_a_chain_runs_as_one_and_bits_are_the_same(on_cpu: list[Fuser], policy: str) -> None:
     plain, _ = train(7, None)
-    ours, _ = train(7, 0.5, policy=policy)
+    ours, tide = train(7, 0.5, policy=policy)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     (fuser,) = on_cpu
-    assert fuser._right and not fuser.wrong
+    assert fuser.right and not fuser.wrong
+    assert f"{fuser.right} kernels run several of those at once" in tide.summary()
     longest = max(key.count("(") for key in map(str, fuser._right))
     assert longest > 6, "the chain of a GELU is one kernel"
 
@@ -115,7 +116,7 @@ def test_what_does_not_make_the_same_is_not_used(
     ours, _ = train(7, 0.5)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     (fuser,) = on_cpu
-    assert fuser.wrong and not fuser._right
+    assert fuser.wrong and not fuser.right
 
 
 def test_where_no_kernel_can_be_made_training_goes_on(

@@ -87,5 +87,5 @@ def test_training_is_the_same_bit_for_bit() -> None:
     ours, fuser = trained(0.6)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     assert fuser is not None
-    assert fuser._right
+    assert fuser.right
     assert not fuser.wrong

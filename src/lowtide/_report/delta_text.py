@@ -31,6 +31,8 @@ class DeltaSummary:
     made_do: int  # ops of which a library chose a way with less memory
     ops: int
     driver_seconds: float
+    kernels: int = 0  # each of which runs several ops again as one
+    kernels_refused: int = 0  # that did not make the same
 
 
 def render_delta(summary: DeltaSummary) -> str:
@@ -52,6 +54,11 @@ def render_delta(summary: DeltaSummary) -> str:
         f"the original, {summary.demoted} refused",
         f"{summary.ops} ops seen, at {format_seconds(summary.driver_seconds)} an op",
     ]
+    if summary.kernels or summary.kernels_refused:
+        lines.append(
+            f"{summary.kernels} kernels run several of those at once, bit for bit as one by one; "
+            f"{summary.kernels_refused} refused"
+        )
     if summary.out_of_memory:
         lines.append(f"{summary.out_of_memory} times out of memory, and on")
     if summary.flushes:

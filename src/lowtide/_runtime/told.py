@@ -13,7 +13,7 @@ from lowtide._runtime.swap.follow import in_words
 def summarize(dynamic: Dynamic, policy: str, budget_bytes: int | None) -> DeltaSummary:
     """What was seen where steps are watched op by op."""
     counts = dynamic.room.counts
-    planned = dynamic.planned
+    planned, fuser = dynamic.planned, dynamic.replayer.fuser
     script = None if planned is None else planned.main_script()
     return DeltaSummary(
         policy=policy,
@@ -37,6 +37,8 @@ def summarize(dynamic: Dynamic, policy: str, budget_bytes: int | None) -> DeltaS
         flushes=dynamic.cap.flushes,
         ops=dynamic.seer.ops,
         driver_seconds=dynamic.seer.own_seconds_per_op(),
+        kernels=0 if fuser is None else fuser.right,
+        kernels_refused=0 if fuser is None else fuser.wrong,
     )
 
 

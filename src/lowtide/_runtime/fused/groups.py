@@ -77,6 +77,11 @@ class Fuser:
         self._told = False
         self.wrong = 0  # kernels that did not make the same
 
+    @property
+    def right(self) -> int:
+        """Kernels that are relied on."""
+        return len(self._right)
+
     def group(
         self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]]
     ) -> Group | None:
