@@ -170,7 +170,9 @@ class Search:
             aim = round(peak - share * (peak - limit))
             for scores in orders:
                 picked = choose(problem, scores, aim).chosen
-                for within in (None, aim):
+                # Nothing waits; back as soon as what is swapped alone allows, or not before the rest
+                # has gone, too: what cannot be made again is in nobody's way then.
+                for within in dict.fromkeys((None, aim, limit)):
                     now = time.perf_counter()
                     if now > until:
                         return
