@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import lowtide
-from lowtide._ir import Drop, Hold, Rerun
+from lowtide._ir import Drop, Hold, Link, Machine, Rerun
 from lowtide._machine.link import line
 from lowtide._policy.ground import Ground
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
 from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.delta.order import Gone
+from lowtide._runtime.delta.recipe import Call
+from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.observe import runtime_of
 from lowtide._runtime.swap.script import Script
@@ -272,3 +276,42 @@ def test_ops_that_nobody_writes_down_are_not_planned_to_run_again() -> None:
     makers = [op for op, can in zip(ground.maker, ground.can, strict=True) if can]
     assert len(makers) > 16 and all(script.trace.ops[op].grad for op in makers)
     assert not planned_of(tide).room.counts["not dropped"]
+
+
+@pytest.mark.parametrize("policy", ["tide", "delta"])
+def test_what_was_put_behind_nothing_can_be_made_again(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As keys and values are behind an empty cache, gone by the time they are dropped."""
+    slow = Link((1, 1 << 30), (1.0, 1e3))
+    machine = Machine("slow", 1 << 40, 1 << 40, slow, slow)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
+
+    def train(budget: float | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = torch.randn(2048, 64)
+        around = lowtide.fit(model, optimizer, budget=budget or 0.5, policy=policy)
+        with around if budget else nullcontext():
+            for _ in range(6):
+                x = rows
+                for layer in model:
+                    x = torch.cat([torch.tensor([]), layer(x)]).square().cos()
+                x.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    replayed: list[Any] = []
+    again = Replayer._again
+
+    def noted(replayer: Replayer, call: Call, tensors: Any) -> Any:
+        replayed.append(call.func)
+        return again(replayer, call, tensors)
+
+    monkeypatch.setattr(Replayer, "_again", noted)
+    ours = train(0.5)
+    expected = train(None)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert torch.ops.aten.cat.default in replayed

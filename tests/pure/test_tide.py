@@ -315,3 +315,17 @@ def test_a_weight_stays_while_something_that_was_dropped_is_made_from_it() -> No
     assert trial is not None and trial.swaps and not trial.remakes
     with_both = replace(task, limit=200)
     assert attempt(with_both, away) is None, "`b` is gone, too, and cannot do without `w`"
+
+
+def test_what_has_no_bytes_is_always_there() -> None:
+    """As the empty cache is that the first keys of a model are put behind."""
+    trace = parse(
+        "have x:100 | input\nappear none:0 | input\ncat none x -> k:100 | 1us\nfree none\n"
+        "large x -> d:150 | 50us\nfree d\nback k x -> e:10 | 1us\n"
+    )
+    assert trace.values[1].bytes == 0
+    plan = tide(trace, limit=300, seconds=0.1)
+    assert [type(one) for one in plan.remakes] == [Drop, Rerun]
+    assert run_remakes(trace, plan.remakes).peak_bytes <= 300
+    step = remade(trace, plan.remakes)
+    assert find_flaw(step.trace) is None

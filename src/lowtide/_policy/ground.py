@@ -47,7 +47,10 @@ class Ground:
         self.maker = [int(made_by.get(ValueId(i), -1)) for i in range(count)]
         self.again = [again_seconds(op) for op in trace.ops]
         self.reads = [tuple(dict.fromkeys((*op.reads, *op.updates))) for op in trace.ops]
-        self.sources = [tuple(dict.fromkeys(op.reads)) for op in trace.ops]  # to run it again
+        self.sources = [  # to run it again; what has no bytes is always there
+            tuple(dict.fromkeys(value for value in op.reads if trace.values[value].bytes))
+            for op in trace.ops
+        ]
         self.made = [_made_again(trace, op) for op in trace.ops]  # ... and what that makes
         self.uses: list[list[int]] = [[] for _ in range(count)]
         for i, reads in enumerate(self.reads):

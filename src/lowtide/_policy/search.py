@@ -170,8 +170,8 @@ class Search:
             aim = round(peak - share * (peak - limit))
             for scores in orders:
                 picked = choose(problem, scores, aim).chosen
-                # Nothing waits; back as soon as what is swapped alone allows, or not before the rest
-                # has gone, too: what cannot be made again is in nobody's way then.
+                # So that nothing waits; back as soon as there is room by what is swapped alone; or
+                # not before there is all the same, when what cannot be made again is in the way.
                 for within in dict.fromkeys((None, aim, limit)):
                     now = time.perf_counter()
                     if now > until:

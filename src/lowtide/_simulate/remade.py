@@ -146,7 +146,9 @@ class _Writer:
             return
         op = self._trace.ops[remake.op]
         grain = self._trace.granularity_bytes
-        reads = tuple(ValueId(self._now[number]) for number in op.reads)
+        values = self._trace.values
+        there = [number for number in op.reads if number in self._now or values[number].bytes]
+        reads = tuple(ValueId(self._now[number]) for number in there)
         for number in reads:
             self._read_again[number].append(len(self._ops))
         updated = {self._trace.values[number].storage for number in op.updates}

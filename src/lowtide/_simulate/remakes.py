@@ -2,8 +2,9 @@
 
 Before each op, and after the last one, its drops and reruns are done in order. The laws:
 
-1. What an op reads is there, when it runs for the first time and when it runs again. What it
-   only updates (running statistics) it needs the first time, and does not touch again.
+1. What an op reads is there, when it runs for the first time and when it runs again, unless it
+   has no bytes: then there is nothing to keep. What it only updates (running statistics) it needs
+   the first time, and does not touch again.
 2. Only what is there is dropped; only ops that have run are run again.
 3. What outlives the step is there when it ends.
 4. What is held is not overwritten.
@@ -89,7 +90,8 @@ def run_remakes(trace: Trace, remakes: Sequence[Remake]) -> Tally:
             rerun = trace.ops[remake.op]
             if remake.op >= position:
                 raise Unlawful(f"before op {position}: op {remake.op} has not run yet")
-            check(rerun.reads, position, f"op {remake.op} again")
+            read = [number for number in rerun.reads if trace.values[number].bytes]
+            check(read, position, f"op {remake.op} again")
             updated = [trace.values[number].storage for number in rerun.updates]
             makes = [n for n in rerun.writes if trace.values[n].storage not in updated]
             copies = sum(size[number] for number in makes if number in there)

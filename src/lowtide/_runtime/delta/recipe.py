@@ -92,7 +92,8 @@ class Value:
         self.key: int = storage._cdata  # of the storage that it was made in
         self.call = call
         self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
-        self.held: torch.UntypedStorage | None = None  # for those that were dropped, if need be
+        # For those that were dropped, if need be. What has no bytes costs nothing to hold.
+        self.held: torch.UntypedStorage | None = None if self.bytes else storage
         self.promised = False  # a plan says how long it is held
         self.kept: Any | None = None  # its cell, when only those that were dropped need it
         self.cell: weakref.ref[Any] | None = None  # if it was saved for backward
@@ -102,7 +103,7 @@ class Value:
     def let_go(self) -> None:
         """Hold its bytes no longer, if that was for others who do not need them any more."""
         if not self.dependents:
-            if not self.promised:
+            if not self.promised and self.bytes:
                 self.held = None
             if self.kept is not None:
                 self.kept.drop()
