@@ -3,7 +3,8 @@
 import ctypes
 import subprocess
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide._errors import OutOfBudget
+from lowtide._ir import Link, Machine
+from lowtide._runtime import budget as budgeting
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.delta.record import Captor, known
+from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.fused import groups
 from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.fused.kernel import make_kernel
@@ -41,6 +46,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Fuser]:
 
     monkeypatch.setattr(groups, "DEVICES", {"cpu"})
     monkeypatch.setattr(groups, "Fuser", Noted)
+    slow = Link((1, 1 << 30), (1.0, 1e3))  # rather made again than swapped
+    machine = Machine("slow", 1 << 40, 1 << 40, slow, slow)
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: machine)
+    monkeypatch.setattr(budgeting, "_FILE_SPEED", 1e6)
     return made
 
 
@@ -133,6 +142,92 @@ def test_where_no_kernel_can_be_made_training_goes_on(
     assert len(told) == 1
 
 
+def chained(
+    budget: int | float | None, act: Callable[[torch.Tensor, int], torch.Tensor], **how: Any
+) -> list[torch.Tensor]:
+    """Weights after a few steps of layers with that between them."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.randn(4096, 64)
+    around = lowtide.fit(model, optimizer, budget=budget or 0.5, **how)
+    with around if budget else nullcontext():
+        for _ in range(7):
+            x = rows
+            for number, layer in enumerate(model):
+                x = act(layer(x), number)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("policy", ["tide", "delta"])
+@pytest.mark.parametrize("numbers", [(-1.0, -2.0), (-1, -2), (0.0, -0.0)])
+def test_calls_that_differ_in_a_number_are_not_taken_for_each_other(
+    on_cpu: list[Fuser], numbers: tuple[float, float], policy: str
+) -> None:
+    """Python's hash of -1 is that of -2."""
+
+    def act(x: torch.Tensor, number: int) -> torch.Tensor:
+        return (torch.sigmoid(x + numbers[number % 2]) + x).tanh()
+
+    expected = chained(None, act)
+    ours = chained(0.5, act, policy=policy)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert on_cpu[0].right >= 1
+
+
+def test_what_is_right_of_zeros_alone_is_not_used(
+    on_cpu: list[Fuser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(program: Program, device: torch.device) -> Any:
+        class Zeros:
+            def scratch(self, count: int) -> int:
+                return 0
+
+            def __call__(self, inputs: Any, outputs: Any, first: int, count: int) -> None:
+                for output in outputs:
+                    output.zero_()
+
+        return Zeros()
+
+    monkeypatch.setattr(groups, "make_kernel", zeros)
+    chained(0.5, lambda x, _: (x * 0).tanh().neg().mul(3))
+    assert on_cpu[0].wrong and not on_cpu[0].right
+
+
+@pytest.mark.parametrize("policy", ["tide", "delta"])
+def test_where_there_is_no_room_for_all_at_once_they_run_one_by_one(
+    on_cpu: list[Fuser], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[bool] = []
+    run_group = Replayer._run_group
+
+    def noted(replayer: Replayer, *given: Any) -> bool:
+        done = run_group(replayer, *given)
+        refused.append(not done)
+        return done
+
+    monkeypatch.setattr(Replayer, "_run_group", noted)
+
+    def crowded(group: Group, count: int, device: torch.device) -> list[torch.Tensor]:
+        if count == group.count and len(refused) % 2:
+            raise OutOfBudget("as if there were no room")
+        return rows(group, count, device)
+
+    rows = Group.rows
+    monkeypatch.setattr(Group, "rows", crowded)
+
+    def act(x: torch.Tensor, _: int) -> torch.Tensor:
+        return (torch.sigmoid(x) + x).tanh()
+
+    expected = chained(None, act)
+    ours = chained(0.6, act, policy=policy)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert True in refused and False in refused
+
+
 @pytest.mark.parametrize("policy", ["tide", "delta"])
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_jobs_train_bit_for_bit(on_cpu: list[Fuser], name: str, policy: str) -> None:
@@ -206,6 +301,11 @@ def test_groups_end_where_calls_do_not_belong_together() -> None:
     assert count(lambda: (x * 2).pow(2.5)) == 0
     assert count(lambda: (x * 2).double().neg()) == 0
     assert count(lambda: (x.t() * y.t()) * other) == 0, "they do not lie alike"
+    image, place = torch.randn(2, 3, 4, 5), torch.randn(1, 3, 4, 5)
+    turned = image.to(memory_format=torch.channels_last)
+    assert count(lambda: (image * place).neg()) == 2
+    assert count(lambda: (turned * place).neg()) == 2
+    assert count(lambda: (place * turned).neg()) == 0, "what comes first decides how it lies"
 
 
 PRETEND = """
@@ -276,7 +376,7 @@ extern "C" void run(i64 blocks, i64 threads, void** a, i64 first, i64 count) {{
 
 
 SHAPE = (6, 5, 7)
-BROADCAST = [(7,), (5, 1), (6, 1, 1), (5, 7), (6, 1, 7), (1, 5, 1), (6, 5, 1)]
+BROADCAST = [(1,), (7,), (5, 1), (6, 1, 1), (5, 7), (6, 1, 7), (1, 5, 1), (6, 5, 1)]
 ORDERS = [(0, 1, 2), (2, 0, 1), (1, 0, 2), (2, 1, 0)]
 
 
@@ -312,6 +412,8 @@ def test_the_source_computes_what_its_calls_do(
                 known.append(one**3)
             elif op in ("relu", "neg"):
                 known.append(getattr(torch, op)(one))
+            elif isinstance(other, torch.Tensor) and draw(st.booleans()):
+                known.append(getattr(torch, op)(other, one))
             else:
                 known.append(getattr(torch, op)(one, other))
 

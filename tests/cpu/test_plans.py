@@ -1,6 +1,7 @@
 """Plans of steps for which the host has little time or much."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,14 @@ def test_what_costs_no_time_costs_the_host_none() -> None:
     assert not free(observed(seconds))
     assert len(free(observed(2 * seconds))) <= 1, "the host is waited for"
     assert free(observed(2 * seconds, "cpu")), "there the host computes"
+
+
+def test_of_values_of_one_size_as_many_leave_as_the_host_has_time_for() -> None:
+    seconds = 2 * OPS * 1e-3
+    step = observed(seconds - 3 * 3 * _ACT_SECONDS)
+    alike = tuple(replace(v, bytes=8 * MIB) if v.saves else v for v in step.trace.values)
+    found = free(replace(step, trace=replace(step.trace, values=alike)))
+    assert 2 <= len(found) <= 4
 
 
 def test_within_a_limit_the_host_is_part_of_the_time() -> None:

@@ -20,6 +20,7 @@ from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.script import Observed
 
 _ACT_SECONDS = 45e-6  # of the host, for each part of a swap; seen beside an H200
+_ROUNDS = 4  # of leaving swaps out
 _HARDLY = 1.005  # times a step: that is not noticed
 _SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 
@@ -103,7 +104,8 @@ def plan_by_swapping(
     host = Host(0.0, 0.0, 0.0)
     if observed.asked and trace.device != "cpu":  # which is the host itself
         host = Host(observed.asked[-1], 0.0, _ACT_SECONDS)
-    while True:
+    movable = movable_in(observed, guests=False)
+    for _ in range(_ROUNDS):
         plan = autoswap(
             trace,
             machine,
@@ -112,7 +114,7 @@ def plan_by_swapping(
             host_budget=host_budget,
             reach=Reach.RUNTIME,
             held=observed.held,
-            movable=movable_in(observed, guests=False),
+            movable=movable,
             positions=sorted(set(observed.positions)),
             smallest=smallest,
         )
@@ -124,5 +126,6 @@ def plan_by_swapping(
         most = int(max(0.0, _HARDLY * seconds - host.seconds) / each)
         if not most:
             return keep
-        sizes = sorted((trace.values[swap.value].bytes for swap in plan.swaps), reverse=True)
-        smallest = sizes[most] + 1
+        largest = sorted(plan.swaps, key=lambda swap: -trace.values[swap.value].bytes)
+        movable = {swap.value for swap in largest[:most]}
+    return keep

@@ -22,7 +22,7 @@ class _Form:
     func: OpOverload[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
-    key: Hashable
+    key: int
     cost: Hashable
     device: torch.device
     looks: list[_Look]

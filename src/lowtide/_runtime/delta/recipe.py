@@ -1,7 +1,7 @@
 """Values and how each was made: what recomputing needs to know of an op that has run."""
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,23 @@ class Given:
 GIVEN = Given()
 
 
+def filled(thing: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The captured argument, with the next tensors where some were given."""
+    kind = type(thing)
+    if kind is Given:
+        return next(tensors)
+    if kind is list:
+        return [filled(item, tensors) if type(item) in _FILLED else item for item in thing]
+    if kind is tuple:
+        return tuple([filled(item, tensors) for item in thing])
+    if kind is dict:
+        return {name: filled(item, tensors) for name, item in thing.items()}
+    return thing
+
+
+_FILLED = {Given, list, tuple, dict}
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """An op that has run, so that it can be run again."""
@@ -61,7 +78,7 @@ class Call:
     args: list[Any]  # with GIVEN for each tensor
     kwargs: dict[str, Any]
     sources: list[Source]
-    key: Hashable  # alike for calls that do the same to tensors of the same shape
+    key: int  # the same for calls that do the same to tensors of the same shape, and only for those
     cost: Hashable  # under which its time and bytes are remembered
     random: torch.Tensor | None  # the generator's state before it
     device: torch.device
@@ -151,7 +168,7 @@ def find_recipe(value: Value) -> Recipe | None:
         ref = found.cell
         cell = None if ref is None else ref()
         if id(found) in sources:
-            shape.append(len(sources))
+            shape.append(("again", [*sources].index(id(found))))
         elif (
             found.held is not None
             or (cell is not None and cell.state is not State.GONE)  # it is saved
@@ -166,4 +183,4 @@ def find_recipe(value: Value) -> Recipe | None:
                 return None
             calls[id(found.call)] = found.call
             stack.append((found.call, 0))
-    return Recipe(tuple(order), tuple(sources.values()), hash(tuple(shape)))
+    return Recipe(tuple(order), tuple(sources.values()), tuple(shape))

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class Known:
 
 
 _known: dict[int, Known] = {}  # overloads live as long as the program
+_keys: dict[Hashable, int] = {}  # of calls, by all that decides what they do
+_MOST_KEYS = 100_000
+_unused = count()
 
 
 def known(func: OpOverload[..., Any]) -> Known:
@@ -134,6 +138,16 @@ def _add_shapes(key: list[Hashable], things: Iterable[Any], floats: bool) -> Non
             key.append(thing)  # other floats change from step to step
 
 
+def _key_of(exact: Hashable) -> int:
+    """A number that no other has: a hash would not do, that of -1 and -2 is the same."""
+    found = _keys.get(exact)
+    if found is None:
+        if len(_keys) >= _MOST_KEYS:
+            _keys.clear()
+        found = _keys[exact] = next(_unused)
+    return found
+
+
 class _CannotRepeat(Exception):
     pass
 
@@ -169,7 +183,7 @@ class Captor:
             if random.device == device:  # 5 kB each, of main memory
                 self._ledger.see(random.untyped_storage())
         cost = (id(func), *reading.shapes)
-        exact = hash((cost, *reading.floats))
+        exact = _key_of((cost, *map(float.hex, reading.floats)))
         return Call(func, given, named, reading.sources, exact, cost, random, device, [], [])
 
 

@@ -1,7 +1,7 @@
 """Recipes -> bytes: ops run again, below autograd, on what they were given the first time."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.order import ON_DEVICE, Gone, Item, reads, useful
 from lowtide._runtime.delta.randomness import from_state
-from lowtide._runtime.delta.recipe import Call, Given, Source, Value
+from lowtide._runtime.delta.recipe import Call, Source, Value, filled
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.swap.cell import State
@@ -215,72 +215,93 @@ class Replayer:
         """The calls from there on that run as one, or only that one: how many."""
         fuser = self.fuser
         group = None if fuser is None else fuser.group(items, at, later)
-        if fuser is not None and group is not None and fuser.kernel(group) is not None:
-            then = later[at : at + len(group.calls)]
-            inputs = [self._given(source, going) for source, _ in group.inputs]
-            if group.can_read(inputs):
-                run = self._run_group if fuser.is_trusted(group) else self._compare_group
-                run(fuser, group, inputs, then, going)
-                return len(group.calls)
-        call = items[at]
-        assert isinstance(call, Call)
-        self._run_call(call, later[at], going)
-        return 1
+        if fuser is None or group is None or fuser.kernel(group) is None:
+            one = items[at]
+            assert isinstance(one, Call)
+            self._run_call(one, later[at], going)
+            return 1
+        then = later[at : at + len(group.calls)]
+        run = self._run_group if fuser.is_trusted(group) else self._compare_group
+        if not run(fuser, group, then, going):
+            self._run_calls(group, then, going)
+        return len(group.calls)
 
     def _run_group(
-        self,
-        fuser: Fuser,
-        group: Group,
-        inputs: Sequence[torch.Tensor],
-        then: Sequence[Mapping[int, int]],
-        going: _Going,
-    ) -> None:
+        self, fuser: Fuser, group: Group, then: Sequence[Mapping[int, int]], going: _Going
+    ) -> bool:
+        """False, and nothing has run: not all can be there, or made, at once."""
         kernel = fuser.kernel(group)
-        assert kernel is not None
+        try:
+            inputs = [self._given(source, going) for source, _ in group.inputs]
+        except OutOfBudget:
+            return False
+        if kernel is None or not group.can_read(inputs):
+            return False
 
         def work() -> list[torch.Tensor]:
             rows = group.rows(group.count, self._ledger.device)
             kernel(inputs, rows, 0, group.count)
             return rows
 
-        wanted = [value for j in group.outputs if (value := group.made[j]) is not None]
-        need = sum(value.bytes for value in wanted) + kernel.scratch(group.count)
-        rows = self._with_room(work, need)
+        try:
+            rows = self._with_room(work, group.bytes + kernel.scratch(group.count))
+        except OutOfBudget:
+            return False
         made: dict[int, torch.Tensor] = dict(zip(group.outputs, rows, strict=True))
         for j, call in enumerate(group.calls):
             self._has_run(call, going)
             going.uses.update(then[j])
             if j in made:
                 self._keep(made[j], group.made[j], going)
+        return True
 
     def _compare_group(
-        self,
-        fuser: Fuser,
-        group: Group,
-        inputs: Sequence[torch.Tensor],
-        then: Sequence[Mapping[int, int]],
-        going: _Going,
-    ) -> None:
-        """One by one, and then as one for comparison, if all is still there."""
-        sizes = [tensor.untyped_storage().nbytes() for tensor in inputs]
-        for call, reads_then in zip(group.calls, then, strict=True):
-            self._run_call(call, reads_then, going)
-        made = []
-        for j in group.outputs:
-            value = group.made[j]
-            cell = None if value is None else value.saved()
-            if cell is not None and cell.state is State.HERE:
-                made.append(cell.storage)
-            elif id(value) in going.mine:
-                made.append(going.mine[id(value)].untyped_storage())
-        still = [tensor.untyped_storage().nbytes() for tensor in inputs] == sizes
-        if still and len(made) == len(group.outputs):
-            rows = [
-                torch.empty(0, dtype=group.parts[j].dtype, device=storage.device).set_(storage)
-                for j, storage in zip(group.outputs, made, strict=True)
-            ]
+        self, fuser: Fuser, group: Group, then: Sequence[Mapping[int, int]], going: _Going
+    ) -> bool:
+        """One by one, and then as one for comparison, if there is room and all is still there."""
+        values = [source.value for source, _ in group.inputs]
+        kept = {id(one): going.mine[id(one)] for one in values if id(one) in going.mine}
+        need = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        if not self._room.has(need + fuser.comparing(group)):
+            return False
+        self._run_calls(group, then, going)
+        read = [self._still_there(value, kept, going) for value in values]
+        made = [self._still_there(group.made[j], going.mine, going) for j in group.outputs]
+        storages = [storage for storage in (*read, *made) if storage is not None]
+        if len(storages) < len(read) + len(made):
+            return True  # another time
+        inputs = [
+            source.seen_on(storage)
+            for (source, _), storage in zip(group.inputs, storages, strict=False)
+        ]
+        rows = [
+            torch.empty(0, dtype=group.parts[j].dtype, device=storage.device).set_(storage)
+            for j, storage in zip(group.outputs, storages[len(inputs) :], strict=True)
+        ]
+        if group.can_read(inputs):
             with suppress(OutOfBudget):  # another time
                 self._with_room(lambda: fuser.compare(group, inputs, rows), fuser.comparing(group))
+        return True
+
+    def _still_there(
+        self, value: Value | None, kept: Mapping[int, torch.Tensor], going: _Going
+    ) -> torch.UntypedStorage | None:
+        """Its bytes, if they are on the device, all of them, and not on their way."""
+        if value is None:
+            return None
+        cell = value.saved()
+        tensor = kept.get(id(value))
+        if cell is not None:
+            storage = cell.storage if cell.state is State.HERE else None
+        elif tensor is not None:
+            storage = tensor.untyped_storage()
+        else:
+            storage = going.there.get(id(value), value.held)
+        return storage if storage is not None and storage.nbytes() == value.bytes else None
+
+    def _run_calls(self, group: Group, then: Sequence[Mapping[int, int]], going: _Going) -> None:
+        for call, reads_then in zip(group.calls, then, strict=True):
+            self._run_call(call, reads_then, going)
 
     def _run_call(self, call: Call, then: Mapping[int, int], going: _Going) -> None:
         """`then`: how often what it makes is read from here on."""
@@ -331,8 +352,8 @@ class Replayer:
     def _again(self, call: Call, tensors: list[torch.Tensor]) -> Any:
         """The call itself, with the random numbers that it had."""
         given = iter(tensors)
-        args = _filled(call.args, given)
-        kwargs = _filled(call.kwargs, given) if call.kwargs else call.kwargs
+        args = filled(call.args, given)
+        kwargs = filled(call.kwargs, given) if call.kwargs else call.kwargs
         state = call.random
 
         def work() -> Any:
@@ -376,20 +397,3 @@ def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:
     if id(value) not in pinned:
         pinned[id(value)] = cell
         cell.pinned += 1
-
-
-def _filled(thing: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The captured argument, with the next tensors where some were given."""
-    kind = type(thing)
-    if kind is Given:
-        return next(tensors)
-    if kind is list:
-        return [_filled(item, tensors) if type(item) in _FILLED else item for item in thing]
-    if kind is tuple:
-        return tuple([_filled(item, tensors) for item in thing])
-    if kind is dict:
-        return {name: _filled(item, tensors) for name, item in thing.items()}
-    return thing
-
-
-_FILLED = {Given, list, tuple, dict}

@@ -1,6 +1,7 @@
 """A program -> what runs it: a kernel on a GPU, portions that stay in the cache on a CPU."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -64,7 +65,9 @@ class _CudaKernel:
         pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
         blocks = -(-count // (THREADS * WIDTH))
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        launch(self._function, blocks, THREADS, (*pointers, first, count), stream)
+        here = self._device.index is None or self._device.index == torch.cuda.current_device()
+        with nullcontext() if here else torch.cuda.device(self._device):
+            launch(self._function, blocks, THREADS, (*pointers, first, count), stream)
 
 
 class _Portions:

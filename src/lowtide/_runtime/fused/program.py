@@ -7,7 +7,8 @@ from math import prod
 import torch
 
 from lowtide._analyze.fusable import DTYPES, ELEMENTWISE
-from lowtide._runtime.delta.recipe import Call, Given, Source
+from lowtide._runtime.delta.recipe import Call, Given, Source, filled
+from lowtide._runtime.swap.quiet import quiet
 
 Dims = tuple[tuple[int, int], ...]  # extents and strides, the innermost first; (): as it lies
 
@@ -56,7 +57,7 @@ class Step:
 class Program:
     """All that a kernel is made of: those that are equal share one."""
 
-    count: int  # elements
+    count: int  # elements, if any are found by strides; else 0: it is the same for any number
     inputs: tuple[Input, ...]
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]  # the steps whose results are wanted
@@ -89,10 +90,33 @@ def part_of(call: Call) -> Part | None:
     if dtype is None or lying is None:
         return None
     operands = _operands(name, given, [type(arg) is Given for arg in call.args])
-    if operands is None:
+    if operands is None or not _makes_alike(call, dtype):
         return None
     count, dims = lying
     return Part(name, operands, dtype, count, dims)
+
+
+def _makes_alike(call: Call, dtype: torch.dtype) -> bool:
+    """Whether what it makes is of that type and lies as what it reads as a whole: PyTorch says.
+
+    Where operands lie in different ways, the first of them may decide.
+    """
+    whole = max(call.sources, key=lambda source: prod(source.size))
+    with quiet(), torch.no_grad():
+        given = iter(
+            [
+                torch.empty_strided(one.size, one.stride, dtype=one.dtype, device="meta")
+                for one in call.sources
+            ]
+        )
+        named = {key: value for key, value in call.kwargs.items() if key != "device"}
+        made = call.func(*filled(call.args, given), **named)
+    return bool(
+        made.dtype is dtype
+        and made.size() == whole.size
+        and made.stride() == whole.stride
+        and made.storage_offset() == 0
+    )
 
 
 def _dtype(call: Call, name: str) -> torch.dtype | None:

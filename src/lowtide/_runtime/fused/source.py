@@ -164,7 +164,7 @@ def _loaded(place: int, given: Input, count: int) -> str:
                 index = f"({index} % {extent}{end})"
             terms.append(f"(i64){index} * {stride}")
         inner *= extent
-    return f"load_{_SHORT[given.dtype]}(in{place}[{' + '.join(terms)}])"
+    return f"load_{_SHORT[given.dtype]}(in{place}[{' + '.join(terms) or '0'}])"
 
 
 def _expression(step: Step) -> str:
