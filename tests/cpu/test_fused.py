@@ -228,12 +228,11 @@ def test_where_there_is_no_room_for_all_at_once_they_run_one_by_one(
     assert True in refused and False in refused
 
 
-@pytest.mark.parametrize("policy", ["tide", "delta"])
 @pytest.mark.parametrize("name", sorted(JOBS))
-def test_jobs_train_bit_for_bit(on_cpu: list[Fuser], name: str, policy: str) -> None:
+def test_jobs_train_bit_for_bit(on_cpu: list[Fuser], name: str) -> None:
     plain = run(JOBS[name], 4)
     budget = int(0.6 * max(plain.peaks)) + (1 << 20)  # a CPU's portions take some
-    ours = run(JOBS[name], 4, budget, policy=policy)
+    ours = run(JOBS[name], 4, budget, policy="tide")
     assert find_difference(ours.result, plain.result) is None
     assert on_cpu and not on_cpu[0].wrong
 
