@@ -28,7 +28,7 @@ from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.fused import groups
 from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.fused.kernel import make_kernel
-from lowtide._runtime.fused.program import Program
+from lowtide._runtime.fused.program import Input, Made, Program, Read, Step
 from lowtide._runtime.fused.source import NAME, source
 
 CPU = torch.device("cpu")
@@ -443,3 +443,21 @@ def test_the_source_computes_what_its_calls_do(
 def test_a_default_device_of_the_program_changes_nothing() -> None:
     with torch.device("meta"):
         assert Fuser(CPU, verify=True, tell=pytest.fail).works()
+
+
+def test_a_part_of_something_very_large_is_tried_without_all_of_it() -> None:
+    far = Input(torch.float32, ((1 << 20, 1 << 30), (4, 1)))
+    steps = (Step("neg", (Read(0),), torch.float32), Step("mul", (Made(0), 2.0), torch.float32))
+    program = Program(1 << 22, (far,), steps, (1,))
+    seen: list[int] = []
+
+    class Reading:
+        def scratch(self, count: int) -> int:
+            return 0
+
+        def __call__(self, inputs: Any, outputs: Any, first: int, count: int) -> None:
+            seen.append(inputs[0].numel())
+            outputs[0][:] = -inputs[0][:1].expand(count) * 2
+
+    assert groups._agrees(program, Reading(), CPU)
+    assert seen == [1]

@@ -8,6 +8,7 @@ from elsewhere, or that backward was promised.
 
 from collections.abc import Container
 from dataclasses import replace
+from math import prod
 
 from lowtide._analyze.access import producers
 from lowtide._ir import Op, Trace, ValueId
@@ -65,7 +66,7 @@ def with_fused_reruns(trace: Trace, again: Container[int]) -> Trace:
 
     def size(number: int) -> int:
         (made,) = trace.ops[number].results
-        return _count(trace.geometries[made.geometry].shape)
+        return prod(trace.geometries[made.geometry].shape)
 
     def goes_with(number: int, other: int | None) -> bool:
         return other is not None and other in able and size(other) == size(number)
@@ -85,13 +86,6 @@ def with_fused_reruns(trace: Trace, again: Container[int]) -> Trace:
         share = left / max(1, sum(read) + written)
         ops[i] = replace(op, again_seconds=min(op.seconds, share * op.seconds + _LEAST_SECONDS))
     return replace(trace, ops=tuple(ops))
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def again_seconds(op: Op) -> float:

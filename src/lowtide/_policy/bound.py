@@ -70,7 +70,7 @@ def _stays(ground: Ground) -> Iterator[tuple[int, int, int, float]]:
             continue
         maker = ground.maker[value]
         able = sum(ground.can[other] for other in ops[maker].writes)
-        seconds = ops[maker].seconds / able
+        seconds = ground.again[maker] / able
         end = ground.trace.values[value].end
         uses = [maker, *ground.uses[value]]
         for after, until in pairwise(uses):

@@ -119,7 +119,7 @@ def plan_by_swapping(
             smallest=smallest,
         )
         asked = host.step_seconds((), plan.swaps)
-        if limit is not None or asked <= _HARDLY * seconds:
+        if limit is not None or not plan.swaps or asked <= _HARDLY * seconds:
             return replace(plan, seconds=max(plan.seconds, asked))
         # The host has no time for so many: the smallest stay.
         each = (asked - host.seconds) / len(plan.swaps)

@@ -7,8 +7,8 @@
    op by op; and when it is first wanted the calls run one by one, and all that the program
    makes is compared with what they have made.
 3. Bytes are counted in the order in which they lie: tensors that are read as a whole lie alike
-   and without holes, and what is made lies as they do, or PyTorch says that it does not and the call
-   is no part of a program. Any other tensor is read by its strides.
-4. As one they need all at once what they read and what is wanted of them. Where there is no room for
-   that, they run one by one.
+   and without holes, and what is made lies as they do: a call of which PyTorch says otherwise is
+   no part of a program. Any other tensor is read by its strides.
+4. As one they need all at once what they read and what is wanted of them. Where there is no room
+   for that, they run one by one.
 """

@@ -26,7 +26,7 @@ _MOST_STEPS, _MOST_INPUTS = 32, 12
 _MOST_KERNELS, _MOST_PARTS = 512, 20_000
 _COMPARED = 1 << 19  # elements at once
 DEVICES = {"cuda"}  # where that pays: on a CPU what is made for the next op is in the cache anyway
-_TRIED = 1 << 12  # elements
+_TRIED, _FARTHEST = 1 << 12, 1 << 20  # elements that are tried, and the place of the last
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 
@@ -263,14 +263,13 @@ def _agrees(program: Program, kernel: Kernel, device: torch.device) -> bool:
     What a step has to offer may be all zeros. Other random numbers stay as they are.
     """
     count = min(_TRIED, program.count or _TRIED)
+    places = [_places(given, count) for given in program.inputs]
+    while max(int(where.max()) for where in places) > _FARTHEST:  # parts of something very large
+        count = count // 2
+        places = [where[:count] for where in places]
     draw = torch.Generator(device="cpu").manual_seed(0)
-    places = torch.arange(count, device="cpu")
     inputs, rows = [], []
-    for given in program.inputs:
-        where, inner = torch.zeros_like(places), 1
-        for extent, stride in given.dims or ((count, 1),):
-            where += places // inner % extent * stride
-            inner *= extent
+    for given, where in zip(program.inputs, places, strict=True):
         tensor = torch.randn(int(where.max()) + 1, generator=draw, device="cpu")
         tensor *= torch.exp2(torch.randint(-20, 20, tensor.shape, generator=draw, device="cpu"))
         odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf], device="cpu")
@@ -288,6 +287,16 @@ def _agrees(program: Program, kernel: Kernel, device: torch.device) -> bool:
         nothing = some.isnan() & other.isnan()  # of which there are many
         some[nothing], other[nothing] = 0, 0
     return _same(found, expected)
+
+
+def _places(given: Input, count: int) -> torch.Tensor:
+    """Where the first elements are found."""
+    numbers = torch.arange(count, device="cpu")
+    where, inner = torch.zeros_like(numbers), 1
+    for extent, stride in given.dims or ((count, 1),):
+        where += numbers // inner % extent * stride
+        inner *= extent
+    return where
 
 
 def _program(group: Group) -> Program:
