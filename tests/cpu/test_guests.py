@@ -1,6 +1,7 @@
 """Weights and gradients that leave: by plan where state is not enough, and as a last resort."""
 
 import io
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,42 @@ def test_what_is_written_without_a_version_is_not_lost(way: str, policy: str) ->
     plainly = run(writing(way), 6)
     ours = run(writing(way), 6, int(0.42 * max(plainly.peaks)), policy=policy)
     assert find_difference(ours.result, plainly.result) is None
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_write_to_one_on_its_way_is_seen_where_others_are_not(again: bool) -> None:
+    """Also in a step that begins while it is away."""
+    job = BUILDS["tidy"]()
+    budget = int(0.8 * max(plain("tidy").peaks))  # no guest leaves by plan
+    scratch = torch.ones(8)
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in range(STEPS):
+            job.step()
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        dynamic = tide._budgeted._dynamic
+        gate = dynamic.seer._gate
+        assert dynamic.room.lax and gate is not None and gate.is_open
+        scratch.mul_(0.5)  # such an op is known now
+        before = gate.passed()
+        scratch.mul_(0.5)
+        assert gate.passed() == before + 1, "it is nobody's"
+        guest = next(g for g in dynamic.idle.optimizers.guests_to_move() if not g.is_gradient)
+        weight = guest.subject()
+        assert weight is not None
+        expected = weight.detach() * 0.5
+        for table in dynamic.ledger.tables():  # nothing was ever made from it
+            table.pop(weight.untyped_storage()._cdata, None)
+        with dynamic.room.lock:
+            assert dynamic.idle._leave(guest)
+        if again:
+            dynamic.seer.tend_gate(dynamic._mode)
+        time.sleep(0.1)  # by now the copy has been made
+        weight.data.mul_(0.5)
+        with dynamic.room.lock:
+            guest.release()
+            guest.have()
+        assert torch.equal(weight, expected)
 
 
 @pytest.mark.parametrize("state", [State.LEAVING, State.AWAY, State.COMING])
