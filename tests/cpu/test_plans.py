@@ -54,7 +54,8 @@ def free(step: Observed) -> list[int]:
     return sorted(step.trace.values[swap.value].bytes // MIB for swap in plan.swaps)
 
 
-def test_what_costs_no_time_costs_the_host_none() -> None:
+def test_what_costs_no_time_costs_the_host_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_BUSY", 10.0)
     seconds = 2 * OPS * 1e-3
     at_ease = free(observed(0.5 * seconds))
     assert len(at_ease) > 4
@@ -66,7 +67,32 @@ def test_what_costs_no_time_costs_the_host_none() -> None:
     assert free(observed(2 * seconds, "cpu")), "there the host computes"
 
 
-def test_of_values_of_one_size_as_many_leave_as_the_host_has_time_for() -> None:
+def test_nothing_moves_for_free_where_the_host_is_what_is_waited_for() -> None:
+    seconds = 2 * OPS * 1e-3
+    assert free(observed(0.85 * seconds))
+    assert not free(observed(0.95 * seconds)), "to be told of saves takes time, too"
+    assert not free(observed(2 * seconds))
+
+
+def test_of_a_limit_a_little_is_left_where_that_can_be() -> None:
+    step = observed(0.0)
+
+    def peak(limit: int, spare: float) -> int:
+        plan = plan_by_swapping(
+            step, MACHINE, limit=limit, host_budget=1 << 40, smallest=MIB, spare=spare
+        )
+        return plan.peak_bytes
+
+    lowest = 15 * MIB + 16  # while the last is made, of the one before
+    assert 40 * MIB >= peak(40 * MIB, 0.0) > 36 * MIB
+    assert peak(40 * MIB, 0.1) <= 36 * MIB
+    assert lowest <= peak(30 * MIB, 0.2) <= 30 * MIB
+
+
+def test_of_values_of_one_size_as_many_leave_as_the_host_has_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "_BUSY", 10.0)
     seconds = 2 * OPS * 1e-3
     step = observed(seconds - 3 * 3 * _ACT_SECONDS)
     alike = tuple(replace(v, bytes=8 * MIB) if v.saves else v for v in step.trace.values)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+_WORKSPACES = 128 << 20  # of libraries, made when they are first used
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
@@ -20,6 +22,21 @@ def _built() -> None:
         from lowtide._runtime.torch_build import build_gate
 
         build_gate()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Whoever keeps a model or what it has saved is named, and not the next test."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated() - before
+    assert left <= _WORKSPACES, f"{left} bytes are left"
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def test_the_peak_is_the_planned_one_and_little_is_pinned() -> None:
 
     step()
     with lowtide.fit(model, optimizer, policy="autoswap", budget=0.7, pool=False) as tide:
-        for _ in range(4):
+        for _ in range(6):
             step()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(4):
@@ -74,6 +74,27 @@ def test_the_peak_is_the_planned_one_and_little_is_pinned() -> None:
         assert tide._budgeted._driver.modes[-1] is Mode.PLANNED
         summary = tide._budgeted.summary()
         assert summary.below_bytes <= 1.05 * summary.swapped_bytes
+
+
+def test_what_is_reserved_is_within_the_budget_once_there_is_a_plan() -> None:
+    """What lies between blocks included: memory goes in pages."""
+    model, optimizer = make(2048)
+    train(model, optimizer, 2048, 2048)
+    with lowtide.fit(model, optimizer, policy="autoswap", budget=0.6) as tide:
+        for _ in range(10):
+            train(model, optimizer, 2048, 2048)
+        assert tide._budgeted is not None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            train(model, optimizer, 2048, 2048)
+        budget = tide._budgeted._bytes
+        assert budget is not None
+        assert torch.cuda.max_memory_reserved() <= budget
+        assert torch.cuda.max_memory_allocated() >= 0.9 * budget
+        assert tide._budgeted._driver.modes[-1] is Mode.PLANNED
+        assert tide._pool is not None
+        assert tide._pool.summary().displaced == 0
 
 
 def test_state_that_is_away_is_on_the_device_for_who_looks(
@@ -129,7 +150,7 @@ def test_leaving_leaves_no_arena_behind() -> None:
     """Optimizer state comes back into it, and would hold all of it."""
     model, optimizer = make(2048)
     with lowtide.fit(model, optimizer, policy="autoswap", budget=0.5) as tide:
-        for _ in range(12):
+        for _ in range(14):
             train(model, optimizer, 2048, 2048)
         assert tide._pool is not None
         assert tide._pool.summary().arena_bytes > 0

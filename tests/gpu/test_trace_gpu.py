@@ -111,13 +111,17 @@ def test_device_times_are_of_kernels_not_of_the_host() -> None:
     for _ in range(3):
         step()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    a.mm(a)
-    end.record()
-    torch.cuda.synchronize()
-    trace = lowtide.trace(step)
-    assert trace.ops[0].seconds == pytest.approx(start.elapsed_time(end) / 1e3, rel=0.15)
-    assert trace.ops[1].seconds < 8e-6  # launching it takes the host longer than that
+    measured, traced = [], []
+    for _ in range(5):  # others may use the GPU, too: what is fastest was alone
+        start.record()
+        a.mm(a)
+        end.record()
+        torch.cuda.synchronize()
+        measured.append(start.elapsed_time(end) / 1e3)
+        traced.append([op.seconds for op in lowtide.trace(step).ops])
+    assert min(large for large, _ in traced) == pytest.approx(min(measured), rel=0.15)
+    # Launching it takes the host longer than that.
+    assert min(small for _, small in traced) < 8e-6
 
 
 def test_workspace_is_what_a_kernel_takes_and_gives_back() -> None:

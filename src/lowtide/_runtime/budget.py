@@ -35,13 +35,7 @@ from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.fused.groups import make_fuser
-from lowtide._runtime.holdings import (
-    device_in_use,
-    device_of,
-    parameters,
-    persistent,
-    trained,
-)
+from lowtide._runtime.holdings import device_in_use, device_of, parameters, persistent, trained
 from lowtide._runtime.plans import plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.driver import Mode as SwapMode
@@ -52,6 +46,7 @@ from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.saved import Saved, Unwatched
 from lowtide._runtime.swap.script import Observed
+from lowtide._runtime.swap.states import hook_state
 from lowtide._runtime.swap.tier import Tier
 from lowtide._runtime.told import summarize, tell_status
 
@@ -66,6 +61,7 @@ _LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is 
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _SPARE = 0.01  # of the budget that a plan leaves
 _LONG_ENOUGH = 12  # steps without a plan
+_PACED = 4  # steps without a plan that show how fast the host can be, beside a device
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
 
@@ -98,7 +94,12 @@ class Budgeted:
         self._given = optimizers
         self._device = device_of(itertools.chain(parameters(model), *map(trained, optimizers)))
         self._tiers: dict[torch.device, Tier] = {}
-        self._driver = Driver(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE, load_saves)
+        on_cuda = self._device is not None and self._device.type == "cuda"
+        self._driver = Driver(
+            *(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE, load_saves),
+            may_rest=budget == FREE,
+            first_trace=_PACED if on_cuda else 2,
+        )
         self._dynamic: Dynamic | None = None
         self._awaited: Awaited | None = None  # the device, where steps are watched op by op
         self._policy, self._verify, self._tell = policy, verify, tell
@@ -226,9 +227,7 @@ class Budgeted:
         assert self._device is not None
         if self._device.type != "cuda":
             return _FILE_SPEED
-        if self._machine is None:
-            self._machine = machine_here(self._device, folder=self._folder, only_link=True)
-        return _LARGE / link_seconds(self._machine.out, _LARGE)
+        return _LARGE / link_seconds(self._machine_on(self._device).out, _LARGE)
 
     def _look_at_peak(self) -> None:
         if self._follows_plan and not self._closed:
@@ -288,22 +287,17 @@ class Budgeted:
     def _watch(self, optimizer: Optimizer) -> None:
         """Have its state on the device whenever somebody asks for it as a whole."""
 
-        def need(optimizer: Optimizer, _state: object = None) -> None:
+        def need(optimizer: Optimizer) -> None:
             if self._dynamic is None:  # else there may be no room: it shows where it is
                 with self._saved:
                     self._driver.optimizers.need(optimizer)
 
-        def reloaded(_optimizer: Optimizer) -> None:
+        def reloaded() -> None:
             driver = self._driver if self._dynamic is None else self._dynamic.idle
             with self._saved:
                 driver.reloaded()
 
-        for handle in (
-            optimizer.register_state_dict_pre_hook(need),
-            optimizer.register_load_state_dict_pre_hook(need),
-            optimizer.register_load_state_dict_post_hook(reloaded),
-        ):
-            self._undo.callback(handle.remove)
+        hook_state(optimizer, need, reloaded, self._undo)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         driver = self._driver if self._dynamic is None else self._dynamic
@@ -343,12 +337,22 @@ class Budgeted:
     def use_pages(self, place: Giver | None) -> bool:
         """Whether what is allocated lies in pages from now on: where a budget is held."""
         if self._dynamic is None:
-            return False
+            return self._plan_in_pages(place)
         if place is not None:
             with self._saved:
                 self._dynamic.room.make(0)  # what there is may be more than the budget
         with quiet():
             return self._dynamic.cap.use_pages(place)
+
+    def _plan_in_pages(self, place: Giver | None) -> bool:
+        """The same where steps go by a plan alone: as soon as there is one."""
+        device = self._device
+        if device is None or device.type != "cuda" or self._budget == FREE:
+            return False
+        if place is None or not self._driver.following.scripts:
+            return False
+        with torch.cuda.device(device), quiet():
+            return place.use_pages(torch.cuda.current_device())
 
     def _plan_tide(
         self, observed: Observed, most: int | None, host: Host | None = None
@@ -361,7 +365,7 @@ class Budgeted:
         highest = None  # nothing lies between blocks, or nobody tells
         if most is None and dynamic.cap.holds and not dynamic.cap.paged:
             highest = int((1 - _SPARE) * budget)
-        machine = self._machine_of(observed)
+        machine = self._machine_on(observed.trace.device)
         return plan_by_tide(
             observed,
             machine,
@@ -373,19 +377,19 @@ class Budgeted:
         )
 
     def _plan(self, observed: Observed) -> Plan:
-        plain = find_peak(observed.trace).bytes
-        free = self._budget == FREE
+        plain, free = find_peak(observed.trace).bytes, self._budget == FREE
         self._bytes = plain if free else parse_bytes(str(self._budget), plain)
-        machine = self._machine_of(observed)
+        machine = self._machine_on(observed.trace.device)
         return plan_by_swapping(
             observed,
             machine,
             limit=None if free else self._bytes,
+            spare=_SPARE if observed.trace.device != "cpu" else 0.0,
             host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,
         )
 
-    def _machine_of(self, observed: Observed) -> Machine:
+    def _machine_on(self, device: torch.device | str) -> Machine:
         if self._machine is None:
-            self._machine = machine_here(observed.trace.device, folder=self._folder, only_link=True)
+            self._machine = machine_here(device, folder=self._folder, only_link=True)
         return self._machine

@@ -22,6 +22,7 @@ from lowtide._runtime.swap.script import Observed
 _ACT_SECONDS = 45e-6  # of the host, for each part of a swap; seen beside an H200
 _ROUNDS = 4  # of leaving swaps out
 _HARDLY = 1.005  # times a step: that is not noticed
+_BUSY = 0.9  # of a step: who asks for that long is in the way with whatever else he does
 _SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 
 
@@ -90,9 +91,24 @@ def _plan_by_tide(
 
 
 def plan_by_swapping(
-    observed: Observed, machine: Machine, *, limit: int | None, host_budget: int, smallest: int
+    observed: Observed,
+    machine: Machine,
+    *,
+    limit: int | None,
+    host_budget: int,
+    smallest: int,
+    spare: float = 0.0,
 ) -> Plan:
-    """Without a limit: as little as costs no time, that of the host included."""
+    """Without a limit: as little as costs no time, that of the host included.
+
+    Of a limit, that share is left if it can be: the last pages of blocks are not full.
+    """
+    if limit is not None and spare:
+        with suppress(CannotFit):
+            less = int((1 - spare) * limit)
+            return plan_by_swapping(
+                observed, machine, limit=less, host_budget=host_budget, smallest=smallest
+            )
     trace = observed.trace
     if observed.asked:
         trace = paced(trace, observed.positions, observed.asked)
@@ -104,6 +120,8 @@ def plan_by_swapping(
     host = Host(0.0, 0.0, 0.0)
     if observed.asked and trace.device != "cpu":  # which is the host itself
         host = Host(observed.asked[-1], 0.0, _ACT_SECONDS)
+    if limit is None and host.seconds > _BUSY * seconds:
+        return keep
     movable = movable_in(observed, guests=False)
     for _ in range(_ROUNDS):
         plan = autoswap(

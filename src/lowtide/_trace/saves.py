@@ -118,7 +118,9 @@ class InstalledHooks:
 
     def __init__(self, hooks: Hooks, undo: ExitStack) -> None:
         self._hooks = hooks
-        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+        self._resting = False
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        undo.callback(self._pop)
         graph = torch.autograd.graph
         disable: _Disable = getattr(graph, _DISABLE)
 
@@ -137,6 +139,25 @@ class InstalledHooks:
 
         undo.callback(setattr, graph, _DISABLE, disable)
         setattr(graph, _DISABLE, disable_without_ours)
+
+    def _pop(self) -> None:
+        if not self._resting:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def rest(self) -> bool:
+        """Nobody is called until `resume`. False: not now, or not in this thread."""
+        if not self._are_on_top():
+            return False
+        self._pop()
+        self._resting = True
+        return True
+
+    def resume(self) -> bool:
+        """Called again from now on. False: not yet, others are there."""
+        if self._resting and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+            self._resting = False
+        return not self._resting
 
     def _are_on_top(self) -> bool:
         return torch._C._autograd._top_saved_tensors_default_hooks(True) == self._hooks

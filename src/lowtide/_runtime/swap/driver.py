@@ -6,7 +6,6 @@ when memory runs short. Any event may find any cell in any state: the cells see 
 nothing is lost.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,11 +17,13 @@ from torch.optim import Optimizer
 
 from lowtide._ir import Plan
 from lowtide._runtime.swap.cell import Cell
-from lowtide._runtime.swap.follow import Codes, Follower
+from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.natively import Natively, plain_saves
 from lowtide._runtime.swap.observe import Observer
 from lowtide._runtime.swap.optimizers import Optimizers
+from lowtide._runtime.swap.pace import Pace
+from lowtide._runtime.swap.quiet import is_capturing
 from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.script import (
     ASKED,
@@ -41,6 +42,7 @@ _MANY = 10_000
 _LONGEST = 1_000_000  # events of a step
 _NEVER = 1 << 62
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
+_REST = 64  # steps that nobody watches, where nothing is gained by watching
 
 
 class Mode(StrEnum):
@@ -50,6 +52,7 @@ class Mode(StrEnum):
     TRACED = "traced"  # the same, and recorded
     PLANNED = "planned"
     DEPARTED = "departed"  # planned up to where it did something else, then crude
+    PLAIN = "plain"  # nothing moves in such steps, and there is no budget to hold
 
 
 class Driver:
@@ -63,8 +66,13 @@ class Driver:
         smallest: int,
         piece_bytes: int,
         saves: Callable[[], NativeSaves | None] = lambda: None,
+        *,
+        may_rest: bool = False,
+        first_trace: int = 2,
     ) -> None:
         self._tier = tier
+        self._may_rest = may_rest
+        self._resting = 0  # so many steps more
         self._natively = Natively(saves, self._went_on, self._happened)
         self._saved: Saved | None = None
         self._cells: list[Cell | None] = []  # of this step's saves, if Python has seen them all
@@ -81,11 +89,8 @@ class Driver:
         self._before = 0  # ... and in all steps before it
         self._crude: list[Cell] = []
         self._strays: list[Observer] = []  # given up, and still on the stack of modes
-        self._asked: list[float] = []  # when each event of an ordinary step came
-        self._ordinary: tuple[Codes, tuple[float, ...]] = (), ()  # the last such step
-        self._began = time.perf_counter()
-        self._hooked_before = 0.0  # seconds in Python's hooks when it began
-        self._next_trace = 2  # after that many steps: the first one is slow
+        self._pace = Pace(lambda: 0.0 if self._saved is None else self._saved.own_seconds)
+        self._next_trace = first_trace  # after that many steps: the first one is slow
         self._patience = _PATIENCE
 
     def start(self, saved: Saved) -> None:
@@ -125,6 +130,8 @@ class Driver:
 
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
+        if self._resting:
+            return
         self._natively.halt()
         if self._observer is not None:
             self._observer.stepping(optimizer)
@@ -135,6 +142,8 @@ class Driver:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
+        if self._resting:
+            return
         self.optimizers.stepped(optimizer)
         if self._observer is not None:
             self._observer.stepped(optimizer)
@@ -147,8 +156,10 @@ class Driver:
 
     def mark(self) -> None:
         """The step is over."""
+        if self._resting:
+            self._rest()
+            return
         self._natively.halt()
-        now = time.perf_counter()
         codes = self.following.end()
         if self._observer is not None and not self._observer.can_finish():
             self._give_up()
@@ -160,19 +171,43 @@ class Driver:
                 self._begin()
                 raise
         elif self._mode is Mode.CRUDE:
-            self._ordinary = codes, (*self._asked, self._without_hooks(now))
+            self._pace.end(codes)
         elif self._mode is Mode.PLANNED:
             script = self.following.script
             if self.following.agrees and script is not None:
-                script.seconds.append(now - self._began)
+                script.seconds.append(self._pace.seconds())
                 if not script.plain and len(self._cells) == self._packs:
                     script.plain = plain_saves(self._cells, self.following.moved)
+                if self._may_rest and not script.plan.swaps and self._go_to_rest():
+                    return
             else:
                 self._mode = Mode.DEPARTED
         self._begin()
 
+    def _go_to_rest(self) -> bool:
+        """Be told of nothing for a while: to be told of every save takes time, too."""
+        assert self._saved is not None
+        if not self._saved.rest():
+            return False
+        self.optimizers.leave()  # what they replace meanwhile is kept by nobody
+        self._count(self._mode)
+        self._resting = _REST
+        return True
+
+    def _rest(self) -> None:
+        """A step has ended that nobody has watched. Sooner or later one of them is."""
+        assert self._saved is not None
+        self._resting -= 1
+        if self._resting or not self._saved.resume():
+            self._resting = max(1, self._resting)
+            self._count(Mode.PLAIN)
+            return
+        self._mode = Mode.PLAIN
+        self._begin()
+
     def stop(self) -> None:
         """Optimizer state back on the device, nothing recorded or planned any more."""
+        self._resting = 0
         self._natively.stop()
         if self._observer is not None and self._observer.can_finish():
             self._observer.stop()
@@ -192,13 +227,15 @@ class Driver:
 
     # One step.
 
+    def _count(self, mode: Mode) -> None:
+        self.modes.append(mode)
+        self.steps[mode] += 1
+
     def _begin(self) -> None:
-        self.modes.append(self._mode)
-        self.steps[self._mode] += 1
+        self._count(self._mode)
         self._before += self._packs
         self._packs = 0
         self._cells = []
-        self._asked = []
         self._crude = [cell for cell in self._crude if cell.handles]
         self.optimizers.drop_orphans()
         self.following.begin()
@@ -214,23 +251,15 @@ class Driver:
         script = self.following.script
         if self._mode is Mode.PLANNED and script is not None and script.plain:
             self._natively.prepare()
-        self._hooked_before = self._hooked()
-        self._began = time.perf_counter()
+        self._pace.begin()
         self._event(BEGIN)
-
-    def _without_hooks(self, now: float) -> float:
-        """How long the step has taken, but for what steps by a plan do natively."""
-        return now - self._began - (self._hooked() - self._hooked_before)
-
-    def _hooked(self) -> float:
-        return 0.0 if self._saved is None else self._saved.own_seconds
 
     def _can_trace(self) -> bool:
         return (
             len(self.following.scripts) < _MOST_SCRIPTS
             and not self._strays
             and Observer.can_begin()
-            and not _is_capturing()
+            and not is_capturing()
         )
 
     def _give_up(self) -> None:
@@ -249,12 +278,12 @@ class Driver:
             self._pop_strays()
         if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
             self.following.codes.clear()
-            self._asked.clear()
+            self._pace.forget()
             self._crude = [cell for cell in self._crude if cell.handles]
         if self._mode is Mode.PLANNED:
             actions = self.following.next(code)
             if actions is not None:
-                if (actions or self.following.late) and not _is_capturing():
+                if (actions or self.following.late) and not is_capturing():
                     self._act(actions)
                 self._go_on()
                 return
@@ -264,10 +293,9 @@ class Driver:
         if self._observer is not None:
             self._observer.event(code)
         elif self._mode is Mode.CRUDE:
-            self._asked.append(self._without_hooks(time.perf_counter()))
+            self._pace.note()
         if self._crude and self._short():
-            self._ordinary = (), ()
-            self._asked.clear()
+            self._pace.forget()
             self._relieve()
 
     def _go_on(self) -> None:
@@ -332,7 +360,7 @@ class Driver:
 
     def _relieve(self) -> None:
         """Everything that can leave does, at once."""
-        if _is_capturing():
+        if is_capturing():
             return
         stay = []
         for cell in self._crude:
@@ -355,9 +383,7 @@ class Driver:
             return  # an evaluation: a share of its peak is no budget
         if self.following.know(observed.codes) or not observed.trace.ops:
             return
-        codes, asked = self._ordinary
-        if codes == observed.codes and len(asked) == len(codes) + 1:
-            observed = replace(observed, asked=asked)
+        observed = replace(observed, asked=self._pace.of(observed.codes))
         script = write_script(observed, self._make_plan(observed))
         self.following.add(script)
         self._script_tier = self._tier(torch.device(observed.trace.device))
@@ -370,8 +396,3 @@ class Driver:
         self.following.unlearn()
         if self._mode is Mode.PLANNED:
             self._depart()
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is: nothing may be copied then that is not part of it."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -30,3 +30,8 @@ def is_free() -> bool:
 def is_calm() -> bool:
     """Neither in inference mode nor in a backward: both put the stack of modes back on leaving."""
     return not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is: nothing may be copied then that is not part of it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

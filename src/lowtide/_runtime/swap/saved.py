@@ -127,6 +127,14 @@ class Saved:
         """From now on these are called, and call these here where they must. False: not now."""
         return self._hooks is not None and self._hooks.exchange(hooks)
 
+    def rest(self) -> bool:
+        """Be told of nothing until `resume`. False: not now."""
+        return self._hooks is not None and self._hooks.rest()
+
+    def resume(self) -> bool:
+        """Be told again. False: not yet."""
+        return self._hooks is not None and self._hooks.resume()
+
     def __enter__(self) -> None:
         """Nobody else touches a cell until `__exit__`. On every save: hence no generator."""
         self._lock.acquire()

@@ -1,6 +1,8 @@
 """Optimizer state, idle from one step of the optimizer to the next."""
 
 import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch.optim import Optimizer
@@ -10,6 +12,22 @@ from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.sharing import in_shared_memory, is_shared
 from lowtide._runtime.swap.tier import Tier
 from lowtide._trace.tensors import version_of
+
+
+def hook_state(
+    optimizer: Optimizer,
+    need: Callable[[Optimizer], None],
+    reloaded: Callable[[], None],
+    undo: ExitStack,
+) -> None:
+    """Told before somebody asks for its state as a whole, and when it was replaced."""
+    for handle in (
+        optimizer.register_state_dict_pre_hook(need),
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: need(optimizer)),
+        optimizer.register_load_state_dict_post_hook(lambda _: reloaded()),
+    ):
+        undo.callback(handle.remove)
+
 
 NOTHING = torch.UntypedStorage(0, device="cpu")
 
