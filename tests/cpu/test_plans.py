@@ -1,7 +1,6 @@
 """Plans of steps for which the host has little time or much."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -54,24 +53,12 @@ def free(step: Observed) -> list[int]:
     return sorted(step.trace.values[swap.value].bytes // MIB for swap in plan.swaps)
 
 
-def test_what_costs_no_time_costs_the_host_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_BUSY", 10.0)
+def test_nothing_moves_for_free_where_the_host_is_waited_for() -> None:
     seconds = 2 * OPS * 1e-3
-    at_ease = free(observed(0.5 * seconds))
-    assert len(at_ease) > 4
-    two = free(observed(seconds - 2 * 3 * _ACT_SECONDS))
-    assert 0 < len(two) <= 3
-    assert min(two) > min(at_ease), "the smallest stay"
-    assert not free(observed(seconds))
-    assert len(free(observed(2 * seconds))) <= 1, "the host is waited for"
-    assert free(observed(2 * seconds, "cpu")), "there the host computes"
-
-
-def test_nothing_moves_for_free_where_the_host_is_what_is_waited_for() -> None:
-    seconds = 2 * OPS * 1e-3
-    assert free(observed(0.85 * seconds))
-    assert not free(observed(0.95 * seconds)), "to be told of saves takes time, too"
-    assert not free(observed(2 * seconds))
+    assert len(free(observed(0.5 * seconds))) > 4
+    assert len(free(observed(seconds))) > 4, "it waits for the device"
+    assert not free(observed(1.2 * seconds)), "to be told of saves takes time, too"
+    assert free(observed(1.2 * seconds, "cpu")), "there the host computes"
 
 
 def test_of_a_limit_a_little_is_left_where_that_can_be() -> None:
@@ -87,17 +74,6 @@ def test_of_a_limit_a_little_is_left_where_that_can_be() -> None:
     assert 40 * MIB >= peak(40 * MIB, 0.0) > 36 * MIB
     assert peak(40 * MIB, 0.1) <= 36 * MIB
     assert lowest <= peak(30 * MIB, 0.2) <= 30 * MIB
-
-
-def test_of_values_of_one_size_as_many_leave_as_the_host_has_time_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plans, "_BUSY", 10.0)
-    seconds = 2 * OPS * 1e-3
-    step = observed(seconds - 3 * 3 * _ACT_SECONDS)
-    alike = tuple(replace(v, bytes=8 * MIB) if v.saves else v for v in step.trace.values)
-    found = free(replace(step, trace=replace(step.trace, values=alike)))
-    assert 2 <= len(found) <= 4
 
 
 def test_within_a_limit_the_host_is_part_of_the_time() -> None:

@@ -1,7 +1,7 @@
 """A saved storage that can be swapped, or dropped and made again."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
@@ -62,6 +62,8 @@ class DeltaCell(Cell):
         self._digest = 0
         self.value: Value | None = keeper.ledger.value_of(storage)
         self.value.cell = weakref.ref(self)
+        if self.value.bytes and not self.value.promised:
+            self.value.held = None  # whoever needs it has it here
 
     def alone(self) -> bool:
         """Whether nobody but lowtide can reach it; on bytes made again lie no handles' tensors."""
@@ -84,6 +86,14 @@ class DeltaCell(Cell):
     def wanted(self) -> bool:
         """Whether it was saved for somebody, or somebody's value is to be made from it."""
         return self.handles > 0 or (self.value is not None and self.value.kept is self)
+
+    def is_made_by(self, ops: Container[int]) -> bool:
+        """Whether it is a source of others, and what made it is one of these.
+
+        Any other source is as good as something given: it is held for those made from it.
+        """
+        call = None if self.value is None else self.value.call
+        return self.needed and call is not None and call.number in ops
 
     def send_back(self) -> None:
         """It came too early: its copy below is still good."""

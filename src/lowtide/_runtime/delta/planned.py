@@ -236,8 +236,10 @@ class Planned:
                 script.recorded = None
                 script.trouble += 1
         elif len(script.seconds) >= _WHOLE and script.trouble < _MOST_TROUBLE and not troubled:
-            script.recorded = frozenset(self.room.calls) | frozenset(script.holds)
-            script.plain = plain_saves(self._cells, self.following.moved)
+            recorded = frozenset(self.room.calls) | frozenset(script.holds)
+            tied = [id(cell) for cell in self._cells if cell and cell.is_made_by(recorded)]
+            script.recorded = recorded
+            script.plain = plain_saves(self._cells, self.following.moved, tied)
 
     def is_settled(self) -> bool:
         """Whether steps go by a plan as they are going to from now on."""

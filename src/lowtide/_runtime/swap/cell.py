@@ -38,8 +38,6 @@ class Cell:
         "storage",
     )
 
-    needed = False  # something that was dropped, or may be, is made from it
-
     def __init__(self, storage: torch.UntypedStorage, tier: Tier) -> None:
         self.storage = storage
         self.key: int = storage._cdata

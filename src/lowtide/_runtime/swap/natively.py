@@ -1,6 +1,6 @@
 """Events of a step that goes as expected, dealt with where Python does not see them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from lowtide._runtime.swap.cell import Cell
@@ -89,13 +89,16 @@ class Natively:
         native.go(0, 0, before)
 
 
-def plain_saves(cells: Sequence[Cell | None], moved: frozenset[int]) -> frozenset[int]:
-    """Of the saves of a step, which lay on these cells: those that neither move nor are needed."""
-    moving = {id(cells[number]) for number in moved if number < len(cells)}
+def plain_saves(
+    cells: Sequence[Cell | None], moved: frozenset[int], tied: Collection[int] = ()
+) -> frozenset[int]:
+    """Of the saves of a step, which lay on these cells: those that do not move.
+
+    Nor are they `tied`, by the ids of cells of which somebody else has to know.
+    """
+    known = {id(cells[number]) for number in moved if number < len(cells)}.union(tied)
     return frozenset(
-        number
-        for number, cell in enumerate(cells)
-        if cell is None or (id(cell) not in moving and not cell.needed)
+        number for number, cell in enumerate(cells) if cell is None or id(cell) not in known
     )
 
 
