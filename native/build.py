@@ -1,4 +1,4 @@
-"""Native code into the wheel: the layout search compiled, what needs torch as sources.
+"""Native code into the wheel: layout search and planner compiled, what needs torch as sources.
 
 Without a compiler the wheel is pure Python. The allocator and the gate are built against the torch
 that is installed, when they are first used. An editable install needs nothing from here.
@@ -25,21 +25,22 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
             return
         for path in sorted((ROOT / "native").rglob("*.[ch]*")):
             place = path.relative_to(ROOT / "native")
-            if place.parts[0] == "layout" or {"fuzz", "pretend"} & set(place.parts):
+            if place.parts[0] in ("layout", "remake") or {"fuzz", "pretend"} & set(place.parts):
                 continue
             build_data["force_include"][str(path)] = f"lowtide/_native_sources/{place}"
         native = _load(ROOT / "src" / "lowtide" / "_native.py")
         self._folder = tempfile.TemporaryDirectory()
-        library = Path(self._folder.name) / "layout.so"
-        try:
-            native.build(native.LAYOUT, library)
-        except native.NoNative as error:
-            self.app.display_warning(f"lowtide is built without its native search: {error}")
-            return
+        for recipe, place in ((native.LAYOUT, "_layout"), (native.REMAKE, "_policy")):
+            library = Path(self._folder.name) / f"{recipe.name}.so"
+            try:
+                native.build(recipe, library)
+            except native.NoNative as error:
+                self.app.display_warning(f"lowtide is built without {recipe.what}: {error}")
+                return
+            build_data["force_include"][str(library)] = f"lowtide/{place}/{library.name}"
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
-        build_data["force_include"][str(library)] = "lowtide/_layout/layout.so"
 
 
 def _load(path: Path) -> Any:

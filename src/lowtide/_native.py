@@ -44,6 +44,13 @@ LAYOUT = Recipe(
     ("-std=c++17", "-ffp-contract=off"),
 )
 
+REMAKE = Recipe(
+    "remake",
+    "the native pass of plans",
+    (_ROOT / "native" / "remake",),
+    ("-std=c++17", "-ffp-contract=off"),
+)
+
 HOST_POOL = Recipe(
     "pool-host",
     "the pool over main memory",

@@ -18,7 +18,7 @@ from strategies import traces
 from swaps import busy_traces, machines, swapped_steps
 from test_cli import lowtide
 from test_plan_file import LINK, drop, rerun, swap
-from test_tide import there_and_back
+from there_and_back import there_and_back
 
 from lowtide import Trace, load_trace, save_trace
 from lowtide._analyze.load import find_peak, load_curve

@@ -116,14 +116,20 @@ class Ground:
             found = self._seconds[holds] = [self._chain(v, holds) for v in range(len(self.size))]
         return found
 
+    def until(self, value: int) -> int:
+        """The use after which it was not used for longest."""
+        uses = [self.maker[value], *self.uses[value]]
+        return max(pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, uses[-1]))[1]
+
     def _chain(self, value: int, holds: frozenset[int]) -> float:
+        """Added up in the order in which ops are found, not by `sum`: as it is done natively."""
         if self.maker[value] < 0:
             return 0.0
         values = self.trace.values
-        uses = [self.maker[value], *self.uses[value]]
-        until = max(pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, uses[-1]))[1]
+        until = self.until(value)
         ops = {self.maker[value]}
         stack = [self.maker[value]]
+        seconds = self.again[self.maker[value]]
         while stack and len(ops) < _LONGEST:
             for source in self.sources[stack.pop()]:
                 over = not values[source].after and values[source].end <= until
@@ -132,7 +138,8 @@ class Ground:
                     if maker not in ops:
                         ops.add(maker)
                         stack.append(maker)
-        return sum(self.again[op] for op in ops)
+                        seconds += self.again[maker]
+        return seconds
 
     def _want_what_is_asked_for(self) -> None:
         """Saved values are used when backward asks for them, and held until its op runs."""

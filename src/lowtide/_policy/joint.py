@@ -19,8 +19,8 @@ from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
 from lowtide._policy.problem import SLACKS, Problem, best_within, make_problem
-from lowtide._policy.remake import Weights, remake
-from lowtide._policy.taste import Taste
+from lowtide._policy.remake import remake
+from lowtide._policy.taste import Taste, Weights
 from lowtide._simulate.remade import Remade, remade
 
 
@@ -82,14 +82,18 @@ def attempt(
     """None: it takes longer than `most_seconds`, or more than the limit. Raises `Stuck`."""
     ground = task.ground
     plain = ground.starts[-1]
-    if task.machine is not None and _copying(task.machine, ground, choice.swaps) > most_seconds:
-        return None
+    drag = 0.0
+    if task.machine is not None and choice.swaps:
+        out, back = _copying(task.machine, ground, choice.swaps)
+        if max(out, back) > most_seconds:  # a step takes as long as the busier lane, at least
+            return None
+        drag = task.machine.drag * (out + back)
     found = remake(
         ground,
         task.limit,
         choice.taste,
         choice.weights,
-        most_seconds - plain,
+        most_seconds - plain - drag,
         choice.swaps,
         choice.holds,
     )
@@ -115,14 +119,11 @@ def attempt(
     return Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes)
 
 
-def _copying(machine: Machine, ground: Ground, swaps: Sequence[Swap]) -> float:
-    """How long the busier of the lanes copies in a step: in as long a step, at least.
-
-    Hardly ever is one of them found not to be needed later.
-    """
+def _copying(machine: Machine, ground: Ground, swaps: Sequence[Swap]) -> tuple[float, float]:
+    """How long each lane copies in a step: hardly ever is a swap found not to be needed later."""
     sizes = [ground.size[swap.value] for swap in swaps]
     out = sum(link_seconds(machine.out, size) for size in sizes)
-    return max(out, sum(link_seconds(machine.back, size) for size in sizes))
+    return out, sum(link_seconds(machine.back, size) for size in sizes)
 
 
 def _below(step: Remade, swaps: Sequence[Swap]) -> int:

@@ -5,26 +5,19 @@ can be made again: those that are cheap to make, large, and not needed for long.
 Rematerialization" (Kirisame et al. 2021) does that at run time and has to guess from the past when
 a value is needed again; here the whole step is known. What it costs to drop a value counts those
 around it that are gone: they would have to be made for it, or from it. `Taste` says how much each
-of these matters, and `weights` correct it for single values: a search tries many.
+of these matters, and `weights` correct it for single values: a search tries many. The pass
+itself is native (`native/remake`), with a readable form that does just the same (`remake_pass`).
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 
-import numpy as np
-import numpy.typing as npt
-
-from lowtide._ir import Drop, Hold, OpIndex, Remake, Rerun, Swap, ValueId
-from lowtide._policy.gone import Gone
+from lowtide._ir import Hold, Remake, Rerun, Swap
+from lowtide._policy import remake_native
 from lowtide._policy.ground import Ground
-from lowtide._policy.taste import Stuck, Taste
-
-Weights = npt.NDArray[np.float64]
-
-_SOON = 0.02  # of the plain step: what is needed within it is made together
-_MOST_RERUNS = 10  # times the ops of the step: then it does not come to an end
+from lowtide._policy.remake_pass import run_pass
+from lowtide._policy.taste import Stays, Taste, Weights
 
 
 def remake(
@@ -42,350 +35,40 @@ def remake(
     again reads it, and is never dropped. Values in `holds` stay beyond their end as long as
     something made from them may have to be made again. Raises `Stuck`.
     """
-    found = _Pass(ground, limit, taste, weights, most_seconds, swaps, holds).run()
-    if found is None or not holds:
-        return found
-    remakes = found[1]
-    read = {s for one in remakes if isinstance(one, Rerun) for s in ground.sources[one.op]}
-    useless = {one.value for one in remakes if isinstance(one, Hold)} - read
-    if useless:
-        return remake(ground, limit, taste, weights, most_seconds, swaps, holds - useless)
-    return found
+    stays = _stays(ground, swaps)
+    run = remake_native.load() or run_pass
+    while True:
+        found = run(ground, limit, taste, weights, most_seconds, stays, holds)
+        if found is None or not holds:
+            return found
+        remakes = found[1]
+        read = {s for one in remakes if isinstance(one, Rerun) for s in ground.sources[one.op]}
+        useless = {one.value for one in remakes if isinstance(one, Hold)} - read
+        if not useless:
+            return found
+        holds -= useless
 
 
-class _Enough(Exception):
-    pass
-
-
-class _Pass:
-    def __init__(
-        self,
-        ground: Ground,
-        limit: int,
-        taste: Taste,
-        weights: Weights | None,
-        most_seconds: float,
-        swaps: Sequence[Swap],
-        holds: frozenset[int],
-    ) -> None:
-        self._ground = ground
-        self._holds = holds
-        self._held_until: dict[int, list[int]] = defaultdict(list)
-        self._limit = limit - ground.trace.unseen_bytes
-        self._taste = taste
-        self._most = most_seconds
-        count = len(ground.size)
-        self._there = [
-            value.before and (value.end > 0 or i in ground.reads[0])
-            for i, value in enumerate(ground.trace.values)
-        ]
-        self._below = [False] * count
-        self._from_on = ground.from_on
-        self._releases: dict[int, list[int]] = defaultdict(list)
-        self._fetches: dict[int, list[int]] = defaultdict(list)
-        if swaps:
-            self._set_stays(swaps)
-        self._held = sum(
-            size for size, there in zip(ground.size, self._there, strict=True) if there
-        )
-        self._locked = [0] * count
-        self._free = np.zeros(count, dtype=bool)  # there, not locked, and can be made again
-        self._seconds = ground.seconds(holds)
-        self._cost = np.array(self._seconds)
-        static = np.array(ground.size, dtype=np.float64) ** taste.size
-        self._static = 1 / np.maximum(static, 1)
-        if weights is not None:
-            self._static *= weights
-        self._due = np.full(count, np.inf)  # when it is needed next, in plain seconds
-        self._gone = Gone(self._seconds)
-        self._is_gone = self._gone.is_gone
-        self._ends = [value.end for value in ground.trace.values]
-        self._opening: dict[int, list[int]] = defaultdict(list)  # what may go from there on
-        self._position = 0
-        self._reruns = self._looks = 0
-        self.seconds = 0.0
-        self.done: list[Remake] = []
-
-    def run(self) -> tuple[float, list[Remake]] | None:
-        ground, there = self._ground, self._there
-        ops = ground.trace.ops
-        for value, is_there in enumerate(there):
-            if is_there:
-                self._arrive(value, -1)
-        try:
-            for i, op in enumerate(ops):
-                self._position = i
-                for value in ground.appearing[i]:
-                    self._take(value)
-                for value in self._opening.pop(i, ()):
-                    if self._there[value] and not self._locked[value]:
-                        self._free[value] = True
-                self._move(i)
-                reads = ground.wants[i]
-                for value in reads:
-                    self._have(value)
-                    self._lock(value)
-                leaving = sum(ground.size[value] for value in ground.overwritten[i])
-                making = sum(ground.size[value] for value in op.writes)
-                self._make_room(making + op.workspace_bytes - leaving)
-                for value in reads:
-                    self._unlock(value, i)
-                for value in ground.overwritten[i]:
-                    self._end(value)
-                for value in op.writes:
-                    self._take(value)
-                for value in ground.ending[i]:
-                    if value in self._holds and self._there[value]:
-                        self._hold(value)
-                    else:
-                        self._end(value)
-                for value in self._held_until.pop(i, ()):
-                    self._let_go(value)
-            self._position = len(ops)
-            for value, kept in enumerate(ground.trace.values):
-                if kept.after and not self._below[value]:
-                    self._have(value)
-                    self._lock(value)
-        except _Enough:
-            return None
-        return self.seconds, self.done
-
-    # What is there.
-
-    def _take(self, value: int) -> None:
-        self._there[value] = True
-        self._held += self._ground.size[value]
-        self._arrive(value, self._position)
-
-    def _arrive(self, value: int, position: int) -> None:
-        if self._ground.can[value]:
-            self._due[value] = self._next(value, position)
-            self._free[value] = not self._locked[value] and self._may_go(value)
-            if self._position < self._from_on[value] < self._ground.ops:
-                self._opening[self._from_on[value]].append(value)
-
-    def _may_go(self, value: int) -> bool:
-        """Whether it could be dropped here, if nothing reads it: also if it is there for others."""
-        position = self._position
-        return position >= self._from_on[value] or position >= self._ends[value]
-
-    def _end(self, value: int) -> None:
-        if self._there[value]:
-            self._there[value] = False
-            self._free[value] = False
-            self._held -= self._ground.size[value]
-
-    def _next(self, value: int, position: int) -> float:
-        """When it is needed after `position`: itself, or to make what is gone."""
-        ground = self._ground
-        uses = ground.uses[value]
-        at = bisect_right(uses, position)
-        due = ground.starts[uses[at]] if at < len(uses) else inf
-        if self._taste.around:
-            for other in ground.near[value]:
-                if self._is_gone[other] and ground.maker[other] > ground.maker[value]:
-                    due = min(due, float(self._due[other]))
-        return due
-
-    def _lock(self, value: int) -> None:
-        self._locked[value] += 1
-        self._free[value] = False
-
-    def _unlock(self, value: int, position: int) -> None:
-        self._locked[value] -= 1
-        if not self._locked[value] and self._there[value] and self._ground.can[value]:
-            chance = self._ground.chances[position + 1]
-            if chance <= self._position + 1 or self._position >= self._ends[value]:
-                self._free[value] = self._may_go(value)
-            elif self._from_on[value] < self._ground.ops:
-                self._opening[max(chance, self._from_on[value])].append(value)
-            self._due[value] = self._next(value, position)
-
-    def _hold(self, value: int) -> None:
-        until = self._ground.holdable[value]
-        self.done.append(Hold(OpIndex(self._position), ValueId(value)))
-        self._lock(value)
-        self._held_until[until].append(value)
-
-    def _let_go(self, value: int) -> None:
-        self._locked[value] -= 1
-        self._position += 1  # after the op
-        self._drop(value)
-        self._position -= 1
-
-    # What is swapped.
-
-    def _set_stays(self, swaps: Sequence[Swap]) -> None:
-        ground = self._ground
-        self._from_on = list(ground.from_on)
-        for swap in swaps:
-            release, fetch = int(swap.release), int(swap.fetch)
-            value = int(swap.value)
-            back = ground.found_as[value] if fetch >= ground.ops else value
-            for moved in (value, back):
-                self._from_on[moved] = ground.ops
-            if release >= ground.ops:
-                value, release = back, release - ground.ops
-            elif fetch >= ground.ops:
-                self._there[back], self._below[back] = False, True
-            self._releases[release].append(value)
-            self._fetches[fetch % ground.ops].append(back)
-
-    def _move(self, position: int) -> None:
-        for value in self._releases[position]:
-            if self._there[value] and not self._locked[value]:
-                self._end(value)
-                self._below[value] = True
-        for value in self._fetches[position]:
-            if self._below[value]:
-                self._return(value)
-
-    def _return(self, value: int) -> None:
-        self._make_room(self._ground.size[value])
-        self._below[value] = False
-        self._take(value)
-
-    # What goes.
-
-    def _make_room(self, count: int) -> None:
-        while self._held + count > self._limit:
-            candidates = np.flatnonzero(self._free)
-            if not len(candidates):
-                needed = self._held + count + self._ground.trace.unseen_bytes
-                raise Stuck(self._position, needed)
-            self._drop(int(candidates[self._scores(candidates).argmin()]))
-
-    def _scores(self, candidates: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-        taste = self._taste
-        now = self._ground.starts[self._position]
-        cost = self._cost[candidates]
-        distance = np.maximum(self._due[candidates] - now, 1e-9)
-        if taste.cost != 1.0:
-            cost = cost**taste.cost
-        if taste.distance != 1.0:
-            distance = distance**taste.distance
-        found: npt.NDArray[np.float64] = cost * self._static[candidates] / distance
-        return found
-
-    def _drop(self, value: int) -> None:
-        ground = self._ground
-        self.done.append(Drop(OpIndex(self._position), ValueId(value)))
-        self._there[value] = self._free[value] = False
-        self._held -= ground.size[value]
-        if ground.trace.values[value].end <= self._position and not self._wanted(value):
-            return  # it was there only for another
-        self._gone.add(value)
-        for other in ground.near[value]:
-            if self._is_gone[other]:
-                self._gone.join(value, other)
-            elif ground.maker[other] < ground.maker[value] and self._there[other]:
-                self._due[other] = min(self._due[other], self._due[value])
-        self._reckon(value)
-
-    def _wanted(self, value: int) -> bool:
-        uses = self._ground.uses[value]
-        return bool(uses) and uses[-1] >= self._position
-
-    def _reckon(self, value: int) -> None:
-        """What dropping its neighbours would cost now."""
-        if not self._taste.around:
-            return
-        ground = self._ground
-        for other in ground.near[value]:
-            if not self._is_gone[other]:
-                around = self._gone.seconds_of(ground.near[other])
-                self._cost[other] = self._seconds[other] + around
-
-    # What comes back.
-
-    def _have(self, value: int) -> None:
-        """Run again what is needed for it."""
-        if self._there[value]:
-            return
-        ground = self._ground
-        stack = [[value, 0]]
-        while stack:
-            self._looks += 1
-            if self._looks > 4 * _MOST_RERUNS * ground.ops:
-                raise _Enough
-            wanted, at = stack[-1]
-            if self._below[wanted]:
-                self._return(wanted)
-            if self._there[wanted]:
-                self._leave(stack)
-                continue
-            sources = ground.sources[ground.maker[wanted]]
-            while at < len(sources) and self._there[sources[at]]:
-                self._lock(sources[at])
-                at += 1
-            stack[-1][1] = at
-            if at < len(sources):
-                stack.append([sources[at], 0])
-                continue
-            self._rerun(wanted)
-            stack.pop()
-            for source in sources:
-                self._unlock(source, self._position - 1)
-            for source in sources:
-                if self._is_over(source):
-                    self._make_others(source)
-            for source in sources:
-                if self._is_over(source):
-                    self._drop(source)
-
-    def _leave(self, stack: list[list[int]]) -> None:
-        wanted, at = stack.pop()
-        if not at:
-            return
-        for source in self._ground.sources[self._ground.maker[wanted]][:at]:
-            self._unlock(source, self._position - 1)
-
-    def _is_over(self, value: int) -> bool:
-        """Nothing of the step needs it any more, and it was made again for another."""
-        over = self._ends[value] <= self._position
-        return over and bool(self._free[value]) and not self._wanted(value)
-
-    def _make_others(self, source: int) -> None:
-        """What else is made from it and needed soon, as long as it is there, and if there is room.
-
-        Else it would have to be made once more.
-        """
-        ground = self._ground
-        soon = ground.starts[self._position] + _SOON * ground.starts[-1]
-        for other in ground.near[source]:
-            if not self._is_gone[other] or self._due[other] > soon:
-                continue
-            maker = ground.maker[other]
-            sources = ground.sources[maker]
-            if source not in sources or not all(self._there[one] for one in sources):
-                continue
-            size = sum(ground.size[value] for value in ground.made[maker])
-            if self._held + size + ground.trace.ops[maker].workspace_bytes <= self._limit:
-                for one in sources:
-                    self._lock(one)
-                self._rerun(other)
-                for one in sources:
-                    self._unlock(one, self._position - 1)
-
-    def _rerun(self, wanted: int) -> None:
-        ground = self._ground
-        maker = ground.maker[wanted]
-        op = ground.trace.ops[maker]
-        made = ground.made[maker]
-        self._make_room(sum(ground.size[value] for value in made) + op.workspace_bytes)
-        self.done.append(Rerun(OpIndex(self._position), OpIndex(maker)))
-        self.seconds += ground.again[maker]
-        self._reruns += 1
-        if self.seconds > self._most or self._reruns > _MOST_RERUNS * ground.ops:
-            raise _Enough
-        for value in made:
-            if self._there[value] or self._below[value]:
-                continue
-            self._take(value)
-            if self._is_gone[value]:
-                self._gone.remove(value)
-                self._reckon(value)
-            self._due[value] = self._next(value, self._position - 1)
-        for value in made:
-            if value != wanted and self._is_over(value):
-                self._drop(value)
+def _stays(ground: Ground, swaps: Sequence[Swap]) -> Stays:
+    """What is there when the step begins, and what comes and goes."""
+    there = [
+        value.before and (value.end > 0 or i in ground.reads[0])
+        for i, value in enumerate(ground.trace.values)
+    ]
+    below = [False] * len(there)
+    releases: dict[int, list[int]] = defaultdict(list)
+    fetches: dict[int, list[int]] = defaultdict(list)
+    from_on = list(ground.from_on) if swaps else ground.from_on
+    for swap in swaps:
+        release, fetch = int(swap.release), int(swap.fetch)
+        value = int(swap.value)
+        back = ground.found_as[value] if fetch >= ground.ops else value
+        for moved in (value, back):
+            from_on[moved] = ground.ops
+        if release >= ground.ops:
+            value, release = back, release - ground.ops
+        elif fetch >= ground.ops:
+            there[back], below[back] = False, True
+        releases[release].append(value)
+        fetches[fetch % ground.ops].append(back)
+    return Stays(there, below, from_on, releases, fetches)

@@ -23,10 +23,9 @@ from lowtide._policy.ground import Ground
 from lowtide._policy.joint import Choice, Task, Trial, attempt
 from lowtide._policy.problem import Problem, choose, plain_score
 from lowtide._policy.relax import can_relax, relax
-from lowtide._policy.remake import Weights
 from lowtide._policy.schedule import schedule
 from lowtide._policy.scores import Scores
-from lowtide._policy.taste import Stuck, Taste
+from lowtide._policy.taste import Stuck, Taste, Weights
 from lowtide._simulate.simulate import held_bytes
 
 _LONGEST = 10.0  # times the plain step: what takes longer is no plan
