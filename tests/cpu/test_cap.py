@@ -17,7 +17,7 @@ class Giver:
     cached: int = 0  # ... that come free when the cache is given back
     asked: list[int] = field(default_factory=list)
 
-    def use_pages(self, device: int) -> bool:
+    def use_pages(self, device: int, most: int | None = None) -> bool:
         self.asked.append(device)
         return self.can
 

@@ -177,7 +177,7 @@ class Budgeted:
         """
         if self._dynamic is not None:
             return self._dynamic.planned is not None and self._dynamic.planned.is_settled()
-        return bool(self._driver.following.scripts) or self._driver.steps.total() >= _LONG_ENOUGH
+        return self._driver.has_followed() or self._driver.steps.total() >= _LONG_ENOUGH
 
     def summary(self) -> SwapSummary:
         """What was planned and what was seen."""
@@ -345,14 +345,14 @@ class Budgeted:
             return self._dynamic.cap.use_pages(place)
 
     def _plan_in_pages(self, place: Giver | None) -> bool:
-        """The same where steps go by a plan alone: as soon as there is one."""
+        """The same where steps go by a plan alone, as soon as they do: the first holds more."""
         device = self._device
         if device is None or device.type != "cuda" or self._budget == FREE:
             return False
-        if place is None or not self._driver.following.scripts:
+        if place is None or not self._driver.has_followed():
             return False
         with torch.cuda.device(device), quiet():
-            return place.use_pages(torch.cuda.current_device())
+            return place.use_pages(torch.cuda.current_device(), self._bytes)
 
     def _plan_tide(
         self, observed: Observed, most: int | None, host: Host | None = None

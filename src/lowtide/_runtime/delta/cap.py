@@ -16,8 +16,8 @@ _is_watching = False
 class Giver(Protocol):
     """What gives memory in pages, if it can."""
 
-    def use_pages(self, device: int) -> bool:
-        """Whether it does, from now on, within PyTorch's limit."""
+    def use_pages(self, device: int, most: int | None = None) -> bool:
+        """Whether it does, from now on, within PyTorch's limit; `most`: or within less."""
 
     def free_pages(self, device: int) -> int:
         """Those that are free, and those that there may still be."""

@@ -36,8 +36,7 @@ from lowtide._runtime.swap.script import (
 from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
 
-_MOST_SCRIPTS = 8
-_MOST_MODES = 1000
+_MOST_SCRIPTS, _MOST_MODES = 8, 1000
 _MANY = 10_000
 _LONGEST = 1_000_000  # events of a step
 _NEVER = 1 << 62
@@ -205,6 +204,10 @@ class Driver:
         self._mode = Mode.PLAIN
         self._begin()
 
+    def has_followed(self) -> bool:
+        """Whether a step has gone by a plan, so that what it leaves away is."""
+        return any(script.seconds for script in self.following.scripts)
+
     def stop(self) -> None:
         """Optimizer state back on the device, nothing recorded or planned any more."""
         self._resting = 0
@@ -274,8 +277,7 @@ class Driver:
             self._strays.pop().pop()
 
     def _event(self, code: int) -> None:
-        if self._strays:
-            self._pop_strays()
+        self._pop_strays()
         if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
             self.following.codes.clear()
             self._pace.forget()
