@@ -56,9 +56,9 @@ def swap_table() -> str:
     """Peak and step time, planned and measured, beside what else there is."""
     results: dict[str, Any] = json.loads((RESULTS / "swap.json").read_text())
     lines = [
-        "| work | with | peak | of plain | step time | planned peak | planned time "
+        "| work | with | peak | of plain | reserved | step time | planned peak | planned time "
         "| copies hidden |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, work in results["works"].items():
         plain = work["plain"]
@@ -73,6 +73,7 @@ def swap_table() -> str:
         ]
         lines.append(
             f"| {name} | plain | {plain['peak_bytes'] / 2**30:.2f} GiB | "
+            f"| {plain['reserved_bytes'] / 2**30:.2f} GiB "
             f"| {plain['seconds'] * 1e3:.1f} ms | | | |"
         )
         for label, row in rows:
@@ -82,6 +83,7 @@ def swap_table() -> str:
             line = (
                 f"| | {label} | {row['peak_bytes'] / 2**30:.2f} GiB "
                 f"| {row['peak_bytes'] / plain['peak_bytes'] - 1:+.1%} "
+                f"| {row['reserved_bytes'] / 2**30:.2f} GiB "
                 f"| ×{row['seconds'] / beside:.3f} "
             )
             if "plan" in row:
