@@ -15,13 +15,14 @@ in delta_works.py. A file that is there is added to, so that a run may be parted
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from measurers import Measurer
 
 HERE = Path(__file__).parent
 CAP = 16 * 2**30  # bytes that a process may reserve in `batch`
@@ -114,53 +115,37 @@ class Workers:
         self._script = script
         self._limit = limit
         self._also = dict(also or {})
-        self._waiting: list[subprocess.Popen[str]] = []
+        self._waiting: list[Measurer] = []
 
     def ask(self, *task: Any) -> list[Row]:
         """The rows that a task prints; a last one with an "error" if it fails."""
-        process = self._next()
-        limit = self._limit(*task)
-        complaint: str | None = None
-        try:
-            said, errors = process.communicate(json.dumps(task) + "\n", timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, errors = process.communicate()
-            complaint = f"took longer than {limit} s"
-        rows: list[Row] = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-        if process.returncode and complaint is None:
-            complaint = (errors.strip().splitlines() or ["no message"])[-1]
-        if complaint is not None or not rows:
-            rows.append({"error": complaint or "no answer"})
-        return rows
+        return list(self.rows(*task))
+
+    def rows(self, *task: Any) -> Iterator[Row]:
+        """The same, each as soon as it is there."""
+        yield from self._next().rows(json.dumps(task) + "\n", self._limit(*task))
 
     def close(self) -> None:
         """End those that still wait."""
         for process in self._waiting:
-            process.kill()
-            process.communicate()
+            process.end()
         self._waiting = []
 
-    def _next(self) -> subprocess.Popen[str]:
+    def _next(self) -> Measurer:
         if not self._waiting or not self._quiet:
             started = [self._start() for _ in range(self._count - len(self._waiting))]
             self._waiting += started
             for process in started if self._quiet else []:
-                assert process.stdout is not None
-                process.stdout.readline()  # it says that it is ready
+                process.wait_until_ready()
             if self._quiet:
                 self._count = 1  # whatever is asked beyond
         return self._waiting.pop(0)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Measurer:
         settings = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-        return subprocess.Popen(
+        return Measurer(
             [sys.executable, "-W", "ignore", str(HERE / self._script), self._part],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={k: v for k, v in os.environ.items() if k not in settings} | self._also,
+            {k: v for k, v in os.environ.items() if k not in settings} | self._also,
         )
 
 
@@ -181,6 +166,8 @@ class Imagined:
         print("  would ask", json.dumps(task), f"about {seconds:.0f} s")
         answers: list[Row] = rows
         return answers
+
+    rows = ask
 
     def close(self) -> None:
         """There is nothing to end."""

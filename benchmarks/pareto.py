@@ -18,7 +18,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import delta
-from delta import Ask, Row, Workers
+from delta import Row, Workers
 from turns import table, write_results
 
 GIB = 2**30
+Ask = Callable[..., Iterable[Row]]  # a task -> its answers, at least one
 Put = Callable[[dict[str, Any]], None]
 FULL, ROOM = "100%", 1.05  # the budget that is not tight, over what plain training reserves
 SHARES = (FULL, "80%", "66%", "50%", "40%", "33%", "25%")  # of the plain peak
@@ -275,9 +276,9 @@ def measure_work(
             if part == "points":
                 work = dict(results.found.get("works", {}).get(name, {}))
                 put = partial(results.put, "works", name)
-                points(name, methods, budgets, answers.ask, work, put)
+                points(name, methods, budgets, answers.rows, work, put)
             else:
-                results.put("same", name, same(name, answers.ask))
+                results.put("same", name, same(name, answers.rows))
         except Exception as error:  # noqa: BLE001 - the other works go on
             print(f"{name:20} {part} broke off: {error!r}", flush=True)
     return answers.seconds if isinstance(answers, Imagined) else 0.0
@@ -292,7 +293,7 @@ def points(
     put: Put,
 ) -> None:
     """Each method's step time over plain's, and what it held at most."""
-    plain = work["plain"] = ask("once", name, "plain")[-1]
+    plain = work["plain"] = last(ask("once", name, "plain"))
     beside_plain(plain, plain)
     show(name, "plain", "", plain)
     put(work)
@@ -304,7 +305,7 @@ def points(
         if method == "tide":
             under_budgets(name, budgets_of(name, plain, budgets), plain, ask, work, put)
         elif method == "compile":
-            found = ask("compile", name)
+            found = list(ask("compile", name))
             entry = work[method] = dict(zip(COMPILED, found, strict=False))
             for share, row in entry.items():
                 beside_plain(row, plain)
@@ -312,7 +313,7 @@ def points(
                     row["compiled_ratio"] = row["seconds"] / entry[COMPILED[0]]["seconds"]
                 show(name, method, share, row)
         else:
-            row = work[method] = ask("once", name, method)[-1]
+            row = work[method] = last(ask("once", name, method))
             beside_plain(row, plain)
             show(name, method, "", row)
         put(work)
@@ -330,16 +331,25 @@ def under_budgets(
     entry = work.setdefault("tide", {})
     left = budgets
     while left:
-        found = ask("tide", name, left)[: len(left)]
-        for (label, budget), row in zip(left, found, strict=False):
+        count = 0
+        for row in ask("tide", name, left):  # as they come: whatever happens, these are kept
+            if count == len(left):
+                continue
+            label, budget = left[count]
+            count += 1
             row["budget_bytes"] = budget  # a task that broke off did not say
             beside_plain(row, plain)
             if label in AIMS[name]:
                 row["aim"] = AIMS[name][label]
             entry[label] = row
             show(name, "tide", label, row)
-        put(work)
-        left = left[len(found) :]
+            put(work)
+        left = left[count:]
+
+
+def last(rows: Iterable[Row]) -> Row:
+    """Of at least one."""
+    return [*rows][-1]
 
 
 def beside_plain(row: Row, plain: Row) -> None:
@@ -360,7 +370,7 @@ def is_held(row: Row) -> bool:
 
 def same(name: str, ask: Ask) -> Row:
     """Whether the losses are plain's."""
-    row = ask("same", name)[-1]
+    row = last(ask("same", name))
     if "error" in row:
         print(f"{name:20} same failed: {row['error'][:160]}", flush=True)
         return row

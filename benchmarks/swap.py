@@ -11,20 +11,20 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from measurers import Measurer
 from turns import Turn, table, write_results
 
-SIDE_BY_SIDE = 3  # works: what they pin has to fit in main memory
+SIDE_BY_SIDE = 2  # works: what they pin has to fit in main memory
 WARM, TIMED, LEARNING = 3, 6, 12
 BUDGETS = ("free", "0.95", "0.9", "0.8", "0.6", "0.4")
 OTHERS = ("plain", "offload_activations", "save_on_cpu")
@@ -45,8 +45,8 @@ def main() -> None:
 
         turn = Turn()
         with turn.taken():
-            found = measure(turn, *json.loads(options.task))
-        print(json.dumps(found), flush=True)
+            for found in measure(turn, *json.loads(options.task)):
+                print(json.dumps(found), flush=True)
         return
     from machine import machine_facts
     from subjects import TIDY
@@ -61,16 +61,16 @@ def main() -> None:
     def measure_work(name: str, also: Mapping[str, str]) -> None:
         for method in options.methods.split(","):
             budgets = options.budgets.split(",") if method == "lowtide" else []
-            found = run(name, method, budgets, options.traces, also)
-            show(name, method, found)
-            with lock:
-                work = results["works"].setdefault(name, {})
-                if isinstance(found, list):
-                    work.setdefault("lowtide", {}).update({row["budget"]: row for row in found})
-                elif method != "lowtide":  # else it has failed as a whole, and what was there stays
-                    work[method] = found
-                if options.out:
-                    write_results(options.out, results)
+            for row in run(name, method, budgets, options.traces, also):
+                show(name, method, row)
+                with lock:
+                    work = results["works"].setdefault(name, {})
+                    if method != "lowtide":
+                        work[method] = row
+                    elif "budget" in row:  # else it has failed as a whole, and what was there stays
+                        work.setdefault("lowtide", {})[row["budget"]] = row
+                    if options.out:
+                        write_results(options.out, results)
 
     begins = tuple(options.only.split(",")) if options.only else ("",)
     names = [name for name in TIDY if name.startswith(begins)]
@@ -81,45 +81,38 @@ def main() -> None:
     print(f"{time.perf_counter() - began:.0f} s")
 
 
-def run(name: str, method: str, budgets: list[str], traces: str, also: Mapping[str, str]) -> Any:
-    """One method in a process of its own."""
+def run(
+    name: str, method: str, budgets: list[str], traces: str, also: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """One method in a process of its own: a row for each budget, as they come."""
     task = json.dumps([name, method, budgets, traces])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--task", task],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **also},
-    )
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    command = [sys.executable, "-W", "ignore", __file__, "--task", task]
+    yield from Measurer(command, {**os.environ, **also}).rows()
 
 
-def show(name: str, method: str, found: Any) -> None:
+def show(name: str, method: str, row: Mapping[str, Any]) -> None:
     """A line for each result."""
-    for row in found if isinstance(found, list) else [found]:
-        budget = row.get("budget", "")
-        if "error" in row:
-            print(f"{name:22} {method:20} {budget} failed: {row['error'][:160]}")
-            continue
-        line = f"{name:22} {method:20} {row['seconds'] * 1e3:7.1f} ms"
+    budget = row.get("budget", "")
+    if "error" in row:
+        print(f"{name:22} {method:20} {budget} failed: {row['error'][:160]}", flush=True)
+        return
+    line = f"{name:22} {method:20} {row['seconds'] * 1e3:7.1f} ms"
+    line += f" {row['peak_bytes'] / 2**30:6.2f} GiB (reserved {row['reserved_bytes'] / 2**30:.2f})"
+    if "plan" in row:
+        plan = row["plan"]
         line += (
-            f" {row['peak_bytes'] / 2**30:6.2f} GiB (reserved {row['reserved_bytes'] / 2**30:.2f})"
+            f" {budget:5} x{row['ratio']:.3f}"
+            f" planned x{plan['seconds'] / plan['plain_seconds']:.3f}"
+            f" {plan['seconds'] * 1e3:.1f} ms {plan['peak_bytes'] / 2**30:.2f} GiB"
+            f" hidden {row['hidden']:.2f} (planned {plan['hidden']:.2f})"
+            f" pinned {row['pinned_bytes'] / 2**30:.2f}"
         )
-        if "plan" in row:
-            plan = row["plan"]
-            line += (
-                f" {budget:5} x{row['ratio']:.3f}"
-                f" planned x{plan['seconds'] / plan['plain_seconds']:.3f}"
-                f" {plan['seconds'] * 1e3:.1f} ms {plan['peak_bytes'] / 2**30:.2f} GiB"
-                f" hidden {row['hidden']:.2f} (planned {plan['hidden']:.2f})"
-                f" pinned {row['pinned_bytes'] / 2**30:.2f}"
-            )
-        print(line, flush=True)
+    print(line, flush=True)
 
 
-def measure(turn: Turn, name: str, method: str, budgets: list[str], traces: str) -> Any:
+def measure(
+    turn: Turn, name: str, method: str, budgets: list[str], traces: str
+) -> Iterator[dict[str, Any]]:
     """In this process."""
     import torch
     from subjects import TIDY
@@ -135,10 +128,11 @@ def measure(turn: Turn, name: str, method: str, budgets: list[str], traces: str)
     if method == "lowtide":
         observed: list[Any] = []
         plain: list[list[float]] = []
-        rows = [under(budget, subject, step, observed, plain, turn) for budget in budgets]
+        for budget in budgets:
+            yield under(budget, subject, step, observed, plain, turn)
         if traces and observed:
             write_trace(observed[0], Path(traces) / name.lower().replace(" ", "-"))
-        return rows
+        return
     around = context_of(method)
 
     def step_inside() -> None:
@@ -147,7 +141,7 @@ def measure(turn: Turn, name: str, method: str, budgets: list[str], traces: str)
 
     for _ in range(WARM):
         step_inside()
-    return measured(step_inside)
+    yield measured(step_inside)
 
 
 def context_of(method: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -229,7 +223,8 @@ def under(
             keep_observed(tide, observed)
             assert tide._budgeted is not None
             tide._budgeted._speed()  # is measured now, while nobody else uses the link
-            turn.lend_during(tide._budgeted._driver, "_make_plan", torch.cuda.synchronize)
+            # While it plans, and locks the pages of main memory: a second for 1.6 GB.
+            turn.lend_during(tide._budgeted._driver, "_learn", torch.cuda.synchronize)
             for _ in range(LEARNING):
                 step()
             row: dict[str, Any] = {"budget": budget, **measured(step)}
@@ -270,9 +265,9 @@ def keep_observed(tide: Any, kept: list[Any]) -> None:
     """Also keep the traced step that the plan is made from."""
     make_plan = tide._budgeted._driver._make_plan
 
-    def plan(observed: Any) -> Any:
+    def plan(observed: Any, most: int | None) -> Any:
         kept.append(observed)
-        return make_plan(observed)
+        return make_plan(observed, most)
 
     tide._budgeted._driver._make_plan = plan
 

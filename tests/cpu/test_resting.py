@@ -11,7 +11,8 @@ import lowtide
 from lowtide._ir import Plan, Trace
 from lowtide._runtime import plans
 from lowtide._runtime.swap import driver as driving
-from lowtide._runtime.swap.driver import Driver, Mode
+from lowtide._runtime.swap.driver import Driver
+from lowtide._runtime.swap.modes import Mode
 from lowtide._trace.saves import Hooks
 
 pytestmark = pytest.mark.usefixtures("small")

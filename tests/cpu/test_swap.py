@@ -20,8 +20,8 @@ from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import file_tier
-from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import _write
+from lowtide._runtime.swap.modes import Mode
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -415,3 +415,27 @@ def test_a_roomy_budget_moves_nothing() -> None:
     assert re.search(r"2 crude, 1 traced, 1 planned", tide.summary())
     assert tide._budgeted is not None
     assert tide._budgeted._model is None  # whoever keeps the summary keeps no model
+
+
+def test_steps_that_take_more_than_planned_are_planned_anew_for_less() -> None:
+    """As where they are laid out: from then on they hold less, by as much as was missing."""
+    plain, trained = make()
+    train(plain, trained, 16, 1024)
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.8) as tide:
+        train(net, optimizer, 6, 1024)
+        assert tide._budgeted is not None
+        following = tide._budgeted._driver.following
+        (old,) = following.scripts
+        less = old.plan.plain_peak_bytes // 10
+        assert tide._budgeted.shrink(less)
+        (new,) = following.scripts
+        assert new.plan.peak_bytes <= old.plan.peak_bytes - less
+        assert len(new.plan.swaps) > len(old.plan.swaps) > 0
+        train(net, optimizer, 10, 1024)
+        assert modes(tide)[-8:] == [Mode.PLANNED] * 8
+        assert following.script is new
+        assert not tide._budgeted.shrink(old.plan.peak_bytes), "nothing could be held"
+        assert tide._budgeted.shrink(1) and tide._budgeted.shrink(1)
+        assert not tide._budgeted.shrink(1), "it was tried enough"
+    assert same(net, plain)

@@ -15,8 +15,8 @@ import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap.cell import Cell, State
-from lowtide._runtime.swap.driver import Mode
 from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.modes import Mode
 from lowtide._runtime.swap.pieces import _ONE_BY_ONE
 from lowtide._runtime.swap.states import StateCell
 

@@ -9,7 +9,8 @@ from moving import Net, make, modes, same, train
 
 import lowtide
 from lowtide._runtime.fit import Tide
-from lowtide._runtime.swap.driver import Driver, Mode
+from lowtide._runtime.swap.driver import Driver
+from lowtide._runtime.swap.modes import Mode
 from lowtide._runtime.swap.native_saves import NativeSaves
 
 pytestmark = pytest.mark.usefixtures("small")

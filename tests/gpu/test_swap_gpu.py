@@ -14,7 +14,7 @@ from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import cuda_driver
-from lowtide._runtime.swap.driver import Mode
+from lowtide._runtime.swap.modes import Mode
 
 
 @pytest.fixture(autouse=True)

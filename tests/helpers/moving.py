@@ -13,7 +13,7 @@ from lowtide._policy.candidates import candidates, make_grid
 from lowtide._policy.schedule import make_stage, schedule
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap.cell import State
-from lowtide._runtime.swap.driver import Mode
+from lowtide._runtime.swap.modes import Mode
 from lowtide._simulate.check import find_bad_swap
 from lowtide._simulate.simulate import simulate
 

@@ -38,9 +38,9 @@ from lowtide._runtime.fused.groups import make_fuser
 from lowtide._runtime.holdings import device_in_use, device_of, parameters, persistent, trained
 from lowtide._runtime.plans import plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.driver import Driver
-from lowtide._runtime.swap.driver import Mode as SwapMode
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
+from lowtide._runtime.swap.modes import Mode as SwapMode
 from lowtide._runtime.swap.native_saves import load_saves
 from lowtide._runtime.swap.pinned_tier import PinnedTier
 from lowtide._runtime.swap.quiet import quiet
@@ -323,6 +323,9 @@ class Budgeted:
 
     def shrink(self, less: int) -> bool:
         """Hold so much less in the steps to come. False: that cannot be, or was tried enough."""
+        if self._dynamic is None:
+            with self._saved:
+                return self._budget != FREE and self._driver.shrink(less)
         planned = None if self._dynamic is None else self._dynamic.planned
         return planned is not None and planned.shrink(less)
 
@@ -376,15 +379,15 @@ class Budgeted:
             host=host,
         )
 
-    def _plan(self, observed: Observed) -> Plan:
+    def _plan(self, observed: Observed, most: int | None) -> Plan:
         plain, free = find_peak(observed.trace).bytes, self._budget == FREE
         self._bytes = plain if free else parse_bytes(str(self._budget), plain)
         machine = self._machine_on(observed.trace.device)
         return plan_by_swapping(
             observed,
             machine,
-            limit=None if free else self._bytes,
-            spare=_SPARE if observed.trace.device != "cpu" else 0.0,
+            limit=None if free else most or self._bytes,
+            spare=_SPARE if most is None and observed.trace.device != "cpu" else 0.0,
             host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,
         )

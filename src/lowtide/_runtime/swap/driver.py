@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import StrEnum
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from lowtide._ir import Plan
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.follow import Follower
+from lowtide._runtime.swap.modes import Mode
 from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.natively import Natively, plain_saves
 from lowtide._runtime.swap.observe import Observer
@@ -25,14 +25,7 @@ from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.pace import Pace
 from lowtide._runtime.swap.quiet import is_capturing
 from lowtide._runtime.swap.saved import Handle, Saved
-from lowtide._runtime.swap.script import (
-    ASKED,
-    BEGIN,
-    Act,
-    Action,
-    Observed,
-    write_script,
-)
+from lowtide._runtime.swap.script import ASKED, BEGIN, Act, Action, Observed, lowered, write_script
 from lowtide._runtime.swap.states import StateCell
 from lowtide._runtime.swap.tier import Tier
 
@@ -44,23 +37,13 @@ _PATIENCE = 2  # steps after a traced one before another may be; doubles each ti
 _REST = 64  # steps that nobody watches, where nothing is gained by watching
 
 
-class Mode(StrEnum):
-    """How a step runs."""
-
-    CRUDE = "crude"  # no plan: what can leave does when memory is short
-    TRACED = "traced"  # the same, and recorded
-    PLANNED = "planned"
-    DEPARTED = "departed"  # planned up to where it did something else, then crude
-    PLAIN = "plain"  # nothing moves in such steps, and there is no budget to hold
-
-
 class Driver:
     """Told of every event, it says what leaves and what comes back."""
 
     def __init__(
         self,
         tier: Callable[[torch.device], Tier | None],
-        plan: Callable[[Observed], Plan],
+        plan: Callable[[Observed, int | None], Plan],
         short: Callable[[], bool],
         smallest: int,
         piece_bytes: int,
@@ -386,11 +369,24 @@ class Driver:
         if self.following.know(observed.codes) or not observed.trace.ops:
             return
         observed = replace(observed, asked=self._pace.of(observed.codes))
-        script = write_script(observed, self._make_plan(observed))
-        self.following.add(script)
+        self.following.add(write_script(observed, self._make_plan(observed, None)))
         self._script_tier = self._tier(torch.device(observed.trace.device))
+        self._prepare_tier()
+
+    def _prepare_tier(self) -> None:
         if self._script_tier is not None:
-            self._script_tier.prepare(max(other.below_bytes for other in self.following.scripts))
+            self._script_tier.prepare(max(script.below_bytes for script in self.following.scripts))
+
+    def shrink(self, less: int) -> bool:
+        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
+        old = self.following.script
+        new = None if old is None else lowered(old, less, self._make_plan)
+        if old is None or new is None:
+            return False
+        self._natively.halt()
+        self.following.replace(old, new)
+        self._prepare_tier()
+        return True
 
     def _unlearn(self) -> None:
         """What was planned is about other tensors."""

@@ -7,7 +7,7 @@ one that was planned, and a position: the number of ops that had started in the 
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -16,6 +16,7 @@ from lowtide._analyze.load import load_curve
 from lowtide._ir import Drop, Hold, OpIndex, Phase, Plan, Rerun, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
+from lowtide._policy.autoswap import CannotFit
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
 from lowtide._simulate.remade import remade
 
@@ -25,6 +26,7 @@ STEPPING = -(1 << 61)  # an optimizer is about to step: plus its number
 GUESTS = 1 << 40  # what is moved of an optimizer is numbered: its state, and from here on guests
 _LAYOUT_SECONDS = 1.0
 _MOST_SECONDS = 100
+_MOST_REPLANS = 3  # of steps that take more than planned where they are laid out
 
 
 def is_request(code: int) -> bool:
@@ -145,6 +147,18 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         holds=holds,
         lets_go=lets_go,
     )
+
+
+def lowered(old: Script, less: int, plan: Callable[[Observed, int | None], Plan]) -> Script | None:
+    """For the same steps, by a plan that holds so much less; None: that was done, or cannot be."""
+    if old.replans >= _MOST_REPLANS:
+        return None
+    try:
+        new = write_script(old.observed, plan(old.observed, old.plan.peak_bytes - less))
+    except CannotFit:
+        return None
+    new.replans = old.replans + 1
+    return new
 
 
 def _write_drops(
