@@ -24,6 +24,7 @@ from lowtide._trace.book import Book, Entry
 
 _SPIN_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to queue most ops
 _SPIN_CYCLES_RANGE = 80_000, 800_000
+_LARGE = 64 << 20  # bytes: of an op that shows how fast memory is, and not a cache
 _CYCLES_PER_SECOND = 2e9  # at most: GPUs run at 1 to 2 GHz
 
 
@@ -148,15 +149,23 @@ class CudaProbe:
         return float(median(start.elapsed_time(end) for start, end in pairs)) / 1e3
 
     def _correct(self, trace: Trace, ops: list[Op]) -> None:
-        """The times of ops in which the allocator was at work."""
+        """The times of ops in which the allocator was at work.
+
+        None of them is faster than the fastest of the others moves its bytes: nothing is free.
+        """
         kinds: dict[tuple[str, ...], list[float]] = defaultdict(list)
+        fastest = 0.0  # bytes a second
         for i in self._spans:
             if i not in self._late:
                 kinds[_kind(trace, ops[i])].append(ops[i].seconds)
+                moved = _moved(trace, ops[i])
+                if moved >= _LARGE and ops[i].seconds:
+                    fastest = max(fastest, moved / ops[i].seconds)
         for i, late in self._late.items():
-            seconds = max(0.0, ops[i].seconds - late)
             alike = kinds.get(_kind(trace, ops[i]))
-            ops[i] = replace(ops[i], seconds=median(alike) if alike else seconds)
+            least = _moved(trace, ops[i]) / fastest if fastest else 0.0
+            seconds = median(alike) if alike else max(least, ops[i].seconds - late)
+            ops[i] = replace(ops[i], seconds=seconds)
 
     def _counts(self) -> tuple[int, int]:
         """Allocations and frees so far, and a figure that changes when memory is got for them."""
@@ -194,6 +203,11 @@ class CudaProbe:
 def _kind(trace: Trace, op: Op) -> tuple[str, ...]:
     """Alike for ops that take as long."""
     return (op.name, *(str(trace.values[one.value].bytes) for one in op.operands))
+
+
+def _moved(trace: Trace, op: Op) -> int:
+    """Bytes that it reads and writes."""
+    return sum(trace.values[value].bytes for value in (*op.reads, *op.updates, *op.writes))
 
 
 def _rounded(size: int) -> int:

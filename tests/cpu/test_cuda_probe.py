@@ -1,0 +1,41 @@
+"""Times that a GPU has told, corrected where the host came late: no GPU is needed for that."""
+
+from typing import Any
+
+import pytest
+
+from lowtide._trace.cuda import CudaProbe
+from lowtide._trace.text import parse
+
+MIB = 1 << 20
+
+
+def corrected(late: dict[int, float]) -> list[float]:
+    """Of three ops: one that is alone of its kind, and two that are alike."""
+    trace = parse(
+        f"""
+        have x:{64 * MIB} | input
+        f x -> a:{64 * MIB} | 100us
+        g a -> b:{128 * MIB} | 500us
+        f b -> c:{64 * MIB} | 90us
+        """
+    )
+    probe: Any = CudaProbe.__new__(CudaProbe)
+    probe._spans = dict.fromkeys(range(len(trace.ops)))
+    probe._late = late
+    ops = list(trace.ops)
+    probe._correct(trace, ops)
+    return [op.seconds for op in ops]
+
+
+def test_where_the_host_is_in_time_nothing_is_corrected() -> None:
+    assert corrected({}) == pytest.approx([100e-6, 500e-6, 90e-6])
+
+
+def test_what_the_host_was_late_is_not_the_ops() -> None:
+    assert corrected({1: 100e-6})[1] == pytest.approx(400e-6)
+
+
+def test_nothing_is_free() -> None:
+    """The fastest of the others moved 192 MiB in 90 us."""
+    assert corrected({1: 1.0})[1] == pytest.approx(90e-6 * (64 + 128) / (128 + 64))
