@@ -1,8 +1,9 @@
 """A program -> what runs it: a kernel on a GPU, portions that stay in the cache on a CPU."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -50,12 +51,17 @@ def make_kernel(program: Program, device: torch.device) -> Kernel | None:
     return None
 
 
+@functools.lru_cache(maxsize=512)  # a fit after another needs the same
+def _compiled(text: str, _device: int) -> Any:
+    """For the current device, which is that."""
+    return torch.cuda._compile_kernel(text, NAME)
+
+
 class _CudaKernel:
     def __init__(self, program: Program, device: torch.device) -> None:
         with torch.cuda.device(device):
-            made = torch.cuda._compile_kernel(source(program), NAME)
-        self._made = made  # with its module
-        self._function: int = made.func.value
+            self._made = _compiled(source(program), torch.cuda.current_device())  # with its module
+        self._function: int = self._made.func.value
         self._device = device
 
     def scratch(self, count: int) -> int:  # noqa: ARG002
