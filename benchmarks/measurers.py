@@ -51,9 +51,10 @@ class Measurer:
                 process.stdin.write(told)
                 process.stdin.close()
             for line in process.stdout:
-                if line.startswith("{"):
+                row = _row(line)
+                if row is not None:
                     count += 1
-                    yield json.loads(line)
+                    yield row
             process.wait()
         finally:
             clock.cancel()
@@ -76,3 +77,12 @@ class Measurer:
             errors.seek(0)
             said = errors.read().strip().splitlines()
         return (said or ["no message"])[-1] if failed else None
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """None: something else was said."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -36,11 +36,11 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
                 native.build(recipe, library)
             except native.NoNative as error:
                 self.app.display_warning(f"lowtide is built without {recipe.what}: {error}")
-                return
+                continue
             build_data["force_include"][str(library)] = f"lowtide/{place}/{library.name}"
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
 
 
 def _load(path: Path) -> Any:

@@ -1,5 +1,6 @@
 """The budget as the device's allocator holds it, without a device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +18,7 @@ class Giver:
     cached: int = 0  # ... that come free when the cache is given back
     asked: list[int] = field(default_factory=list)
 
-    def use_pages(self, device: int, most: int | None = None) -> bool:
+    def use_pages(self, device: int, most: Callable[[], int | None] | None = None) -> bool:
         self.asked.append(device)
         return self.can
 

@@ -1,14 +1,17 @@
 """Where nothing is worth moving and there is no budget to hold, nobody is told of anything."""
 
+import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from moving import Net, make, modes, same, train
+from moving import Net, everything, make, modes, same, train
 
 import lowtide
-from lowtide._ir import Plan, Trace
+from lowtide._analyze.load import find_peak
+from lowtide._ir import Machine, Plan, Trace
 from lowtide._runtime import plans
 from lowtide._runtime.swap import driver as driving
 from lowtide._runtime.swap.driver import Driver
@@ -96,3 +99,41 @@ def test_state_that_is_replaced_meanwhile_is_kept_by_nobody(
     state["exp_avg"] = state["exp_avg"].clone()
     assert gone() is None
     train(net, optimizer, 1)
+
+
+def test_where_steps_of_another_kind_swap_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some(trace: Trace, machine: Machine, **asked: Any) -> Plan:
+        if find_peak(trace).bytes < 1 << 20:
+            return Plan((), 1, 1.0, 1, 1.0, "keep", "test")
+        return everything(trace, machine, **asked)
+
+    monkeypatch.setattr(plans, "autoswap", some)
+    net, optimizer = make()
+    with lowtide.fit(net, optimizer, policy="autoswap", budget="free") as tide:
+        for batch in (1024, 16) * 8:
+            train(net, optimizer, 1, batch)
+        kinds = {bool(script.plan.swaps) for script in _driver().following.scripts}
+        assert kinds == {False, True}
+        assert Mode.PLAIN not in modes(tide)[-6:]
+        assert _driver().optimizers.cells
+
+
+def test_another_thread_does_not_wake_it(at_rest: tuple[Net, torch.optim.Optimizer]) -> None:
+    """Hooks are a thread's: they would stay there, and be missing here."""
+    net, optimizer = at_rest
+    thread = threading.Thread(target=train, args=(net, optimizer, 2 * REST))
+    thread.start()
+    thread.join()
+    assert hooks() is None
+    train(net, optimizer, 1)
+    assert hooks() is not None
+
+
+def test_where_the_program_allows_no_hooks_it_rests_on(
+    at_rest: tuple[Net, torch.optim.Optimizer],
+) -> None:
+    net, optimizer = at_rest
+    with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
+        train(net, optimizer, 2 * REST)
+    train(net, optimizer, 1)
+    assert hooks() is not None

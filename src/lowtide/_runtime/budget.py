@@ -355,7 +355,7 @@ class Budgeted:
         if place is None or not self._driver.has_followed():
             return False
         with torch.cuda.device(device), quiet():
-            return place.use_pages(torch.cuda.current_device(), self._bytes)
+            return place.use_pages(torch.cuda.current_device(), lambda: self._bytes)
 
     def _plan_tide(
         self, observed: Observed, most: int | None, host: Host | None = None
@@ -381,12 +381,13 @@ class Budgeted:
 
     def _plan(self, observed: Observed, most: int | None) -> Plan:
         plain, free = find_peak(observed.trace).bytes, self._budget == FREE
-        self._bytes = plain if free else parse_bytes(str(self._budget), plain)
+        budget = plain if free else parse_bytes(str(self._budget), plain)
+        self._bytes = max(self._bytes or 0, budget)  # a share is one of the largest step's peak
         machine = self._machine_on(observed.trace.device)
         return plan_by_swapping(
             observed,
             machine,
-            limit=None if free else most or self._bytes,
+            limit=None if free else self._bytes if most is None else most,
             spare=_SPARE if most is None and observed.trace.device != "cpu" else 0.0,
             host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,

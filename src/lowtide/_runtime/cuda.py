@@ -72,7 +72,7 @@ class CudaPlace:
         self.core = Core(self._library, self._library.lowtide_torch_pool())
         self._reserved_before = 0
         self._without_pages = False  # they cannot be had
-        self._most: int | None = None  # bytes that steps in pages may take, if that is less
+        self._most: Callable[[], int | None] = lambda: None  # bytes of steps in pages, if fewer
         self.missing = 0  # of the last arena that could not be had
         self._tidied: Counter[int] = Counter()  # by device
 
@@ -121,12 +121,12 @@ class CudaPlace:
             self.missing = self._missing(size, device)
         return done
 
-    def use_pages(self, device: int, most: int | None = None) -> bool:
+    def use_pages(self, device: int, most: Callable[[], int | None] | None = None) -> bool:
         """Whether what the current stream allocates lies in pages from now on.
 
         So does what is there already: in segments, nobody could use what it leaves behind when it
         is swapped. Not where other devices are in use: they may read it without asking again. Steps
-        are laid out in what PyTorch may reserve, or in at most `most` bytes.
+        are laid out in what PyTorch may reserve, or in as many bytes as `most` says then.
         """
         others = set(range(torch.cuda.device_count())) - {device}
         if self._without_pages or any(torch.cuda.max_memory_reserved(one) for one in others):
@@ -135,7 +135,7 @@ class CudaPlace:
         made = bool(self._library.lowtide_torch_pages(device, stream or None, _limit(device)))
         self._without_pages = not made
         if made:
-            self._most = most
+            self._most = most or self._most
             self._reserved_before += torch.cuda.memory_reserved(device)
             self.core.set_mode(Mode.RECORD)  # before that, nothing goes where it is sent
             if not self._fixed_addresses(device):
@@ -147,7 +147,7 @@ class CudaPlace:
     def page_room(self, device: int) -> int:
         """What PyTorch may reserve, but for what lies outside."""
         outside = torch.cuda.memory_reserved(device) - self.core.count(device).page_bytes
-        return max(0, min(_limit(device), self._most or _limit(device)) - outside)
+        return max(0, min(_limit(device), self._most() or _limit(device)) - outside)
 
     def free_pages(self, device: int) -> int:
         """Those that are free, and those that there may still be."""

@@ -10,7 +10,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ class InstalledHooks:
 
     def __init__(self, hooks: Hooks, undo: ExitStack) -> None:
         self._hooks = hooks
-        self._resting = False
+        self._resting, self._thread = False, 0
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
         undo.callback(self._pop)
         graph = torch.autograd.graph
@@ -150,13 +150,17 @@ class InstalledHooks:
             return False
         self._pop()
         self._resting = True
+        self._thread = threading.get_ident()  # hooks are a thread's
         return True
 
     def resume(self) -> bool:
-        """Called again from now on. False: not yet, others are there."""
-        if self._resting and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-            self._resting = False
+        """Called again from now on. False: not yet, others are there, or it is another thread."""
+        autograd = torch._C._autograd
+        alone = autograd._top_saved_tensors_default_hooks(True) is None
+        if self._resting and alone and self._thread == threading.get_ident():
+            with suppress(RuntimeError):  # the program allows none at the moment
+                autograd._push_saved_tensors_default_hooks(*self._hooks)
+                self._resting = False
         return not self._resting
 
     def _are_on_top(self) -> bool:

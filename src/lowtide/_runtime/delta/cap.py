@@ -1,6 +1,7 @@
 """The budget as PyTorch's own allocator holds it: in bytes reserved, whatever lowtide counts."""
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ _is_watching = False
 class Giver(Protocol):
     """What gives memory in pages, if it can."""
 
-    def use_pages(self, device: int, most: int | None = None) -> bool:
+    def use_pages(self, device: int, most: Callable[[], int | None] | None = None) -> bool:
         """Whether it does, from now on, within PyTorch's limit; `most`: or within less."""
 
     def free_pages(self, device: int) -> int:

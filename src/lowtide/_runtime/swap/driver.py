@@ -160,18 +160,20 @@ class Driver:
                 script.seconds.append(self._pace.seconds())
                 if not script.plain and len(self._cells) == self._packs:
                     script.plain = plain_saves(self._cells, self.following.moved)
-                if self._may_rest and not script.plan.swaps and self._go_to_rest():
+                if self._may_rest and self._go_to_rest():
                     return
             else:
                 self._mode = Mode.DEPARTED
         self._begin()
 
     def _go_to_rest(self) -> bool:
-        """Be told of nothing for a while: to be told of every save takes time, too."""
+        """Be told of nothing for a while, if nothing moves: to be told takes time, too."""
         assert self._saved is not None
-        if not self._saved.rest():
+        if any(script.plan.swaps for script in self.following.scripts):
             return False
         self.optimizers.leave()  # what they replace meanwhile is kept by nobody
+        if not self._saved.rest():
+            return False
         self._count(self._mode)
         self._resting = _REST
         return True
@@ -260,6 +262,8 @@ class Driver:
             self._strays.pop().pop()
 
     def _event(self, code: int) -> None:
+        if self._resting:
+            return  # backward of a step before
         self._pop_strays()
         if len(self.following.codes) >= _LONGEST:  # nobody ends this step: it is none
             self.following.codes.clear()
@@ -378,8 +382,8 @@ class Driver:
             self._script_tier.prepare(max(script.below_bytes for script in self.following.scripts))
 
     def shrink(self, less: int) -> bool:
-        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
-        old = self.following.script
+        """Plan steps like the last anew, to hold so much less. False: was done, or cannot be."""
+        old = self.following.ended
         new = None if old is None else lowered(old, less, self._make_plan)
         if old is None or new is None:
             return False

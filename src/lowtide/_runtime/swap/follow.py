@@ -27,6 +27,7 @@ class Follower:
         self.script: Script | None = None  # the one that is followed, or was last
         self.agrees = False  # so far, in this step
         self.departed = False  # in the last step
+        self.ended: Script | None = None  # by which the last one went, to its end
         self.is_unknown = True  # whether this step is expected to be none that is planned
         self.codes: list[int] = []
         self.wanted: dict[int, Cell] = {}  # by the save, those that some script moves
@@ -62,6 +63,7 @@ class Follower:
             assert self.script is not None
             if len(self.codes) < len(self.script.codes):
                 self.depart()
+        self.ended = self.script if self.agrees else None
         codes = tuple(self.codes)
         self._last = [*self._last[-2:], codes]
         return codes
@@ -78,6 +80,8 @@ class Follower:
         self.moved |= new.wanted
         if self.script is old:
             self.script = new
+        if self.ended is old:
+            self.ended = new
 
     def know(self, codes: Codes) -> bool:
         """Whether such a step is planned; if so, the next one follows that."""
