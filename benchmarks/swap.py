@@ -25,7 +25,12 @@ from measurers import Measurer
 from turns import Turn, table, write_results
 
 SIDE_BY_SIDE = 2  # works: what they pin has to fit in main memory
-WARM, TIMED, LEARNING = 3, 6, 12
+WARM, TIMED = 3, 6
+LEARNING, PATIENCE, FOLLOWED = (
+    8,
+    24,
+    2,
+)  # steps before: at least, at most, and where they are to lie
 BUDGETS = ("free", "0.95", "0.9", "0.8", "0.6", "0.4")
 OTHERS = ("plain", "offload_activations", "save_on_cpu")
 
@@ -225,8 +230,7 @@ def under(
             tide._budgeted._speed()  # is measured now, while nobody else uses the link
             # While it plans, and locks the pages of main memory: a second for 1.6 GB.
             turn.lend_during(tide._budgeted._driver, "_learn", torch.cuda.synchronize)
-            for _ in range(LEARNING):
-                step()
+            learn(tide, step)
             row: dict[str, Any] = {"budget": budget, **measured(step)}
             script = tide._budgeted._driver.following.scripts[0]
             row["pinned_bytes"] = tide._budgeted.summary().below_bytes
@@ -252,6 +256,19 @@ def under(
         "swaps": len(script.plan.swaps),
     }
     return row
+
+
+def learn(tide: Any, step: Callable[[], None]) -> None:
+    """Until steps go by their last plan, and lie where they are planned to."""
+    script, replayed = None, 0
+    for count in range(1, PATIENCE + 1):
+        step()
+        now = 0 if tide._pool is None else tide._pool.summary().replayed
+        following = tide._budgeted._driver.following
+        if following.script is not script:
+            script, replayed = following.script, now
+        if count >= LEARNING and script is not None and now - replayed >= FOLLOWED:
+            return
 
 
 def plain_times(step: Callable[[], None]) -> list[float]:
