@@ -20,15 +20,6 @@ void *lowtide_remake_ground(const lowtide_remake_step *step) {
 
 void lowtide_remake_forget(void *ground) { delete static_cast<lowtide::Ground *>(ground); }
 
-int32_t lowtide_remake_seconds(const void *ground, const uint8_t *holds, double *seconds) {
-  try {
-    static_cast<const lowtide::Ground *>(ground)->seconds(holds, seconds);
-    return LOWTIDE_REMAKE_OK;
-  } catch (const std::bad_alloc &) {
-    return LOWTIDE_REMAKE_NO_MEMORY;
-  }
-}
-
 int32_t lowtide_remake_run(const void *ground, const lowtide_remake_trial *trial, int64_t *done,
                            int64_t room, lowtide_remake_result *result) {
   try {

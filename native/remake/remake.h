@@ -83,9 +83,6 @@ int32_t lowtide_remake_abi(void);
 void *lowtide_remake_ground(const lowtide_remake_step *step);
 void lowtide_remake_forget(void *ground);
 
-// Of each value, the seconds that it takes to make it again where these are held.
-int32_t lowtide_remake_seconds(const void *ground, const uint8_t *holds, double *seconds);
-
 // One pass.  `done` gets rows of three: what, before which op, and the value, or the op that runs
 // again; at most `room` of them, and all of them are counted.
 int32_t lowtide_remake_run(const void *ground, const lowtide_remake_trial *trial, int64_t *done,

@@ -20,12 +20,14 @@ from lowtide._machine.link import line
 from lowtide._policy.tide import tide as plan_tide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
+from lowtide._runtime.delta import planned as planning
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.forms import Forms
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.swap.cell import State
+from lowtide._runtime.swap.natively import plain_saves
 
 pytestmark = pytest.mark.usefixtures("plans_at_once")
 
@@ -352,3 +354,31 @@ def test_a_write_to_what_dropped_values_are_made_from_is_seen(
 
     ours, expected = train(fitted=True), train(fitted=False)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_what_stays_is_kept_natively_also_where_others_are_made_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such sources count as given: what is made from them is right, and they are not let go."""
+    monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
+    needed: list[int] = []
+
+    def look(cells: Any, moved: frozenset[int], tied: Any) -> frozenset[int]:
+        found = plain_saves(cells, moved, tied)
+        needed.extend(number for number in found if cells[number] and cells[number].needed)
+        return found
+
+    monkeypatch.setattr(planning, "plain_saves", look)
+    steps = STEPS + 4
+    budget = int(0.6 * max(plain("gpt", steps).peaks))
+    job = BUILDS["gpt"]()
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        losses = [job.step() for _ in range(steps)]
+        following = planned_of(tide).following
+        assert following.script is not None and not following.departed
+        assert set(needed) & following.script.plain
+        assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+        assert tide._budgeted._dynamic.room.lax
+    found = bits_of([*losses, *state_of(job), torch.get_rng_state()])
+    assert find_difference(found, plain("gpt", steps).result) is None
