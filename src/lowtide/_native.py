@@ -5,6 +5,7 @@ builds on first use, under a name that changes with the sources and the flags. W
 against the installed torch is always built on first use, from sources that the wheel carries too.
 """
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -100,6 +101,18 @@ def built(recipe: Recipe, *also: str, before: Callable[[], None] = lambda: None)
                 raise NoNative(f"{recipe.what} cannot be built in {folder} ({error})") from error
             return folder / name
     raise NoNative(f"{_caches()[0]} cannot be written, so {recipe.what} cannot be built")
+
+
+def loaded(recipe: Recipe, packaged: Path, abi: int) -> ctypes.CDLL:
+    """The library of `recipe`: the one in the package, or else built. Raises NoNative."""
+    path = packaged if packaged.exists() else built(recipe)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoNative(f"{path} cannot be loaded ({error})") from error
+    if getattr(library, f"lowtide_{recipe.name}_abi")() != abi:
+        raise NoNative(f"{path} is of another version of lowtide: install it again")
+    return library
 
 
 def _caches() -> list[Path]:

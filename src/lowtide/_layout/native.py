@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide._native import LAYOUT, NoNative, built
+from lowtide._native import LAYOUT, loaded
 
 ABI = 1
 _PACKAGED = Path(__file__).with_name("layout.so")
@@ -103,11 +103,4 @@ def search(request: Request) -> Answer:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    path = _PACKAGED if _PACKAGED.exists() else built(LAYOUT)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoNative(f"{path} cannot be loaded ({error})") from error
-    if library.lowtide_layout_abi() != ABI:
-        raise NoNative(f"{path} is of another version of lowtide: install it again")
-    return library
+    return loaded(LAYOUT, _PACKAGED, ABI)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide._ir import Drop, Hold, OpIndex, Remake, Rerun, ValueId
-from lowtide._native import REMAKE, NoNative, built
+from lowtide._native import REMAKE, NoNative, loaded
 from lowtide._policy.ground import Ground
 from lowtide._policy.taste import Stays, Stuck, Taste, Weights, quarters
 
@@ -73,13 +73,7 @@ def load() -> Run | None:
 
 
 def _library() -> ctypes.CDLL:
-    path = _PACKAGED if _PACKAGED.exists() else built(REMAKE)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoNative(f"{path} cannot be loaded ({error})") from error
-    if library.lowtide_remake_abi() != ABI:
-        raise NoNative(f"{path} is of another version of lowtide: install it again")
+    library = loaded(REMAKE, _PACKAGED, ABI)
     library.lowtide_remake_ground.restype = ctypes.c_void_p
     library.lowtide_remake_forget.argtypes = [ctypes.c_void_p]
     library.lowtide_remake_forget.restype = None
