@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from lowtide._analyze.load import find_peak
 from lowtide._ir import Drop, Link, Machine, OpIndex, Plan, ValueId
 from lowtide._policy.host import Host
 from lowtide._runtime import plans
@@ -70,6 +71,8 @@ def test_of_a_limit_a_little_is_left_where_that_can_be() -> None:
         )
         return plan.peak_bytes
 
+    plain = find_peak(step.trace).bytes
+    assert peak(plain, 0.1) == plain, "where all of it fits, nothing moves"
     lowest = 15 * MIB + 16  # while the last is made, of the one before
     assert 40 * MIB >= peak(40 * MIB, 0.0) > 36 * MIB
     assert peak(40 * MIB, 0.1) <= 36 * MIB

@@ -101,7 +101,8 @@ def plan_by_swapping(
 
     Of a limit, that share is left if it can be: the last pages of blocks are not full.
     """
-    if limit is not None and spare:
+    plain = find_peak(observed.trace).bytes
+    if limit is not None and spare and plain > limit:
         with suppress(CannotFit):
             less = int((1 - spare) * limit)
             return plan_by_swapping(
@@ -110,7 +111,6 @@ def plan_by_swapping(
     trace = observed.trace
     if observed.asked:
         trace = paced(trace, observed.positions, observed.asked)
-    plain = find_peak(trace).bytes
     seconds = sum(op.seconds for op in trace.ops)
     keep = Plan((), plain, seconds, plain, seconds, "keep", machine.name)
     if limit is not None and plain <= limit:
