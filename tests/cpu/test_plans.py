@@ -62,6 +62,20 @@ def test_nothing_moves_for_free_where_the_host_is_waited_for() -> None:
     assert free(observed(1.2 * seconds, "cpu")), "there the host computes"
 
 
+def test_a_host_that_waits_for_the_device_is_not_taken_for_slow() -> None:
+    """Asked for a little later than it could be, all that the step takes is the device's time."""
+    seconds = 2 * OPS * 1e-3
+
+    def plain(asked: float, device: str = "cuda:0") -> float:
+        step = observed(asked, device)
+        plan = plan_by_swapping(step, MACHINE, limit=1 << 40, host_budget=1 << 40, smallest=MIB)
+        return plan.plain_seconds
+
+    assert plain(1.04 * seconds) == pytest.approx(seconds)
+    assert plain(1.1 * seconds) == pytest.approx(1.1 * seconds)
+    assert plain(1.04 * seconds, "cpu") == pytest.approx(1.04 * seconds), "there the host computes"
+
+
 def test_of_a_limit_a_little_is_left_where_that_can_be() -> None:
     step = observed(0.0)
 

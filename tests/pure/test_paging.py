@@ -124,6 +124,16 @@ def test_pages_in_use_are_left_alone() -> None:
     assert not pages & {0, 3}
 
 
+def test_a_long_life_goes_before_one_that_fits_between_what_is_left_behind() -> None:
+    # ticks    0 1 2 3 4 5 6 7 8 9
+    # page 2 | a a . b b . . . a a   a is left behind; 1 is in use
+    # page 0 | . . . . c c c c c .   in order, b would lie here, and c nowhere
+    blocks = [(PAGE, 8, 12), (PAGE, 3, 5), (PAGE, 4, 9)]
+    plan = plan_pages(record(blocks, 10), PAGE, 3 * PAGE, [1], {0: (2 * PAGE, (2,))})
+    assert plan.offsets == [2 * PAGE, 2 * PAGE, 0]
+    assert plan.missing == 0
+
+
 @pytest.mark.parametrize("room", [0, PAGE])
 def test_what_has_no_room_may_lie_anywhere(room: int) -> None:
     plan = plan_pages(record([(2 * PAGE, 0, 1)], 2), PAGE, room)

@@ -18,6 +18,7 @@ from lowtide._ir import CUDA_GRANULARITY_BYTES
 from lowtide._layout.buffers import Buffer, rounded
 from lowtide._layout.pack import Packing, pack
 from lowtide._runtime.core import StepRecord
+from lowtide._runtime.pages_by_length import place_by_length
 
 Left = Mapping[int, tuple[int, tuple[int, ...]]]  # by allocation: its offset, and its pages
 _Found = npt.NDArray[np.int64]
@@ -78,14 +79,14 @@ def plan_pages(
     most = max(0, room // page - len(fixed))  # that others may have
     some = min(most, int(_SPARE * load) + _SPARE_PAGES)
     best: _Placed | None = None
-    for count, strict in ((some, False), (most, False), (most, True)):
-        placed = _place(step, large, own, crowded, packing, page, count, strict=strict)
+    for count, by_length in ((some, False), (most, False), (most, True)):
+        placed = _place(step, large, own, crowded, packing, page, count, by_length=by_length)
         if best is None or placed.left_out < best.left_out:
             best = placed
-        if not best.left_out or load > room // page:
+        if not best.left_out:
             break
     assert best is not None
-    pages, found, bottom = best.pages, best.found, best.bottom
+    found, bottom = best.found, best.bottom
     offsets = [-1] * len(step.sizes)
     for i, (offset, _) in stays.items():
         offsets[i] = offset
@@ -100,14 +101,14 @@ def plan_pages(
             offsets[i] = int(row[0]) * page
         else:
             scattered[i] = tuple(map(int, row))
-    height = max(pages.top, int(max(fixed, default=-1)) + 1) * page
-    return PagePlan(offsets, scattered, height, pages.top * page, load * page, best.left_out * page)
+    height = max(best.top, int(max(fixed, default=-1)) + 1) * page
+    return PagePlan(offsets, scattered, height, best.top * page, load * page, best.left_out * page)
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    pages: "_Pages"
     found: dict[int, _Found]
+    top: int  # beyond the highest page that was ever taken, but for somebody's own
     bottom: int  # where what is packed begins, or -1
     left_out: int  # pages for which there was no place, at most at once
 
@@ -121,18 +122,21 @@ def _place(
     page: int,
     count: int,
     *,
-    strict: bool,
+    by_length: bool,
 ) -> _Placed:
     """In `count` pages besides the `own` ones, without those that are `crowded`.
 
-    `strict`: in those first that are needed again soonest, side by side or not.
+    `by_length`: those that live longest first, side by side or not; else one after the other.
     """
-    pages = _Pages(count, crowded, [one for row in own.values() for one in row], strict=strict)
+    pages = _Pages(count, crowded, [one for row in own.values() for one in row])
     packed = -(-packing.height // page)
     bottom = pages.take_run(packed)
-    found = _place_large(step, large, pages, page, own)
+    if by_length:
+        found = _place_by_length(step, large, pages, page, own)
+    else:
+        found = _place_large(step, large, pages, page, own)
     left_out = _most_pages(step, [i for i in large if i not in found], page)
-    return _Placed(pages, found, bottom, left_out + (packed if bottom < 0 else 0))
+    return _Placed(found, pages.top, bottom, left_out + (packed if bottom < 0 else 0))
 
 
 def is_odd(size: int, page: int) -> bool:
@@ -165,9 +169,7 @@ def _most_pages(step: StepRecord, large: Sequence[int], page: int) -> int:
 class _Pages:
     """Pages: which are free, and when those who left them behind need them again."""
 
-    def __init__(
-        self, count: int, crowded: Collection[int], own: Collection[int], *, strict: bool
-    ) -> None:
+    def __init__(self, count: int, crowded: Collection[int], own: Collection[int]) -> None:
         """The lowest `count` that are neither `crowded` nor somebody's `own`, which are taken."""
         size = count + len(crowded) + len(own)
         free = np.ones(size, dtype=bool)
@@ -179,7 +181,6 @@ class _Pages:
         self._until[np.flatnonzero(free)] = _FOREVER
         self._other = self._until >= 0
         self._free = count
-        self._strict = strict
         self.top = 0  # beyond the highest that was ever taken, but for somebody's own
 
     def take_run(self, count: int) -> int:
@@ -197,8 +198,6 @@ class _Pages:
         if count > self._free:
             return None
         free = self._until >= until
-        if self._strict and until < _FOREVER:
-            return self._take_soonest(np.flatnonzero(free), count)
         edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
         fitting = lengths >= count
@@ -214,12 +213,14 @@ class _Pages:
         self._mark(found)
         return found
 
-    def _take_soonest(self, free: _Found, count: int) -> _Found | None:
-        if len(free) < count:
-            return None
-        found = np.sort(free[np.argsort(self._until[free], kind="stable")[:count]])
-        self._mark(found)
-        return found
+    def rest(self) -> list[int]:
+        """Those that are free for good."""
+        return [int(one) for one in np.flatnonzero(self._until == _FOREVER)]
+
+    def reach(self, pages: _Found) -> None:
+        """They are taken, some time or other."""
+        others = pages[self._other[pages]]
+        self.top = max(self.top, int(others.max(initial=-1)) + 1)
 
     def keep(self, pages: _Found, at: int) -> None:
         """They are needed again then."""
@@ -234,8 +235,7 @@ class _Pages:
     def _mark(self, pages: _Found) -> None:
         self._until[pages] = -1
         self._free -= len(pages)
-        others = pages[self._other[pages]]
-        self.top = max(self.top, int(others.max(initial=-1)) + 1)
+        self.reach(pages)
 
     def give(self, pages: _Found) -> None:
         """Others may have them."""
@@ -281,3 +281,20 @@ def _place_large(
         else:
             place(i, step.freed[i])
     return found
+
+
+def _place_by_length(
+    step: StepRecord,
+    large: Sequence[int],
+    pages: _Pages,
+    page: int,
+    own: Mapping[int, _Found],
+) -> dict[int, _Found]:
+    """The same, those first that are hardest to place."""
+    blocks = {i: (-(-step.sizes[i] // page), step.made[i], step.freed[i]) for i in large}
+    theirs = {i: row.tolist() for i, row in own.items()}
+    placed = place_by_length(blocks, step.ticks, theirs, pages.rest())
+    found = {i: np.array(row) for i, row in placed.items()}
+    for row in found.values():
+        pages.reach(row)
+    return {**found, **own}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lowtide._analyze.load import find_peak
-from lowtide._ir import Machine, Plan
+from lowtide._ir import Machine, Plan, Trace
 from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.candidates import Reach
 from lowtide._policy.host import Host
@@ -21,6 +21,7 @@ from lowtide._runtime.swap.script import Observed
 
 _ACT_SECONDS = 45e-6  # of the host, for each part of a swap; seen beside an H200
 _BUSY = 0.9  # of a step: a device that computes for less waits for the host
+_BOUND = 0.95  # ... and for one that computes for more the host waits
 _SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 
 
@@ -108,14 +109,11 @@ def plan_by_swapping(
             return plan_by_swapping(
                 observed, machine, limit=less, host_budget=host_budget, smallest=smallest
             )
-    trace = observed.trace
-    if observed.asked:
-        trace = paced(trace, observed.positions, observed.asked)
+    trace = _as_it_runs(observed)
     seconds = sum(op.seconds for op in trace.ops)
     keep = Plan((), plain, seconds, plain, seconds, "keep", machine.name)
     if limit is not None and plain <= limit:
         return keep
-    # A device that is busy all the time is waited for: then the host is late, not slow.
     busy = sum(op.seconds for op in observed.trace.ops)
     host = Host(0.0, 0.0, 0.0)
     if observed.asked and trace.device != "cpu" and busy < _BUSY * seconds:
@@ -135,3 +133,19 @@ def plan_by_swapping(
         smallest=smallest,
     )
     return replace(plan, seconds=max(plan.seconds, host.step_seconds((), plan.swaps)))
+
+
+def _as_it_runs(observed: Observed) -> Trace:
+    """The step with the time in it that the device waits for the host.
+
+    Where the device is busy all the time it is the host that waits: it asks for an op late, and not
+    because it is slow. Ops that were taken to come later than they do would have to wait for copies
+    that are still under way.
+    """
+    trace = observed.trace
+    if not observed.asked:
+        return trace
+    as_asked = paced(trace, observed.positions, observed.asked)
+    busy, seconds = (sum(op.seconds for op in one.ops) for one in (trace, as_asked))
+    bound = trace.device != "cpu" and busy >= _BOUND * seconds
+    return trace if bound else as_asked

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 
 from lowtide._runtime.swap import cuda_driver
+from lowtide._runtime.swap.populate import populate
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.swap.ranges import Ranges
 from lowtide._runtime.swap.tier import Copy, Place, rounded_place
@@ -20,6 +21,7 @@ class _Chunk:
         self.start = start
         with quiet():
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        populate(self.bytes.data_ptr(), size)
         runtime = torch.cuda.cudart()
         error = runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)
         if int(error):
