@@ -117,9 +117,8 @@ class Driver:
         self._natively.halt()
         if self._observer is not None:
             self._observer.stepping(optimizer)
-        script = self.following.script if self._mode is Mode.PLANNED else None
-        whole = script is not None and script.steps_whole
-        if not self.optimizers.step(optimizer, args, whole=whole):
+        whole, together = self.following.steps_whole(), self.following.together
+        if not self.optimizers.step(optimizer, args, whole=whole, together=together):
             self._unlearn()
 
     def stepped(self, optimizer: Optimizer) -> None:

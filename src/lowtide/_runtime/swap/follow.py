@@ -100,6 +100,17 @@ class Follower:
         self.departed = True
         self.late.clear()
 
+    def steps_whole(self) -> bool:
+        """Whether optimizers step as a whole, in a step like this one."""
+        return self.agrees and self.script is not None and self.script.steps_whole
+
+    def together(self) -> int:
+        """Bytes of state that may step at once, if nothing is to be done with the next event."""
+        script, at = self.script, len(self.codes)
+        if script is None or not self.agrees or self.late or at >= len(script.actions):
+            return 0
+        return 0 if script.actions[at] else script.together
+
     def packed(self, number: int, cell: Cell | None) -> None:
         """A tensor was saved."""
         if cell is not None and number in self.moved:

@@ -14,6 +14,7 @@ from lowtide._runtime.swap.pieces import (
     Piece,
     can_be_parted,
     covers,
+    joined,
     narrow_once,
     only,
     pieces_of,
@@ -133,13 +134,20 @@ class Optimizers:
         return not known
 
     def step(
-        self, optimizer: Optimizer, args: Sequence[object], *, whole: bool, first: bool = False
+        self,
+        optimizer: Optimizer,
+        args: Sequence[object],
+        *,
+        whole: bool,
+        first: bool = False,
+        together: Callable[[], int] = lambda: 0,
     ) -> bool:
         """It is about to step: have its state, or do its step here but for the last piece.
 
         With `whole` it only looks like a step in pieces; with `first` there may be pieces before
-        there is state. False: its parameters are not those of before, so plans are of no use any
-        more.
+        there is state. Pieces that are here step at once with those before as long as that is no
+        more bytes of state than `together` says then. False: its parameters are not those of
+        before, so plans are of no use any more.
         """
         widen(optimizer)
         number = self._number(optimizer)
@@ -167,17 +175,26 @@ class Optimizers:
             self.need(optimizer)
             self._stepping.add(number)
             return same
+        now: list[Piece] = []  # that step at once
+        held = 0  # bytes of state in them
         for i, piece in enumerate(pieces):
             self._event(STEPPING + number * MOST_PIECES + i)
-            for cell in self._of(number):
-                if cell.piece == i:
-                    cell.have()
-            if i + 1 < len(pieces):
-                with only(optimizer, piece):
+            for cell in self._in(number, i):
+                cell.have()
+                held += cell.bytes
+            now.append(piece)
+            if i + 1 == len(pieces):
+                narrow_once(optimizer, joined(now))  # PyTorch goes on with the last ones
+            elif not self._is_still(self._in(number, i + 1), together() - held):
+                with only(optimizer, joined(now)):
                     step_once(optimizer)
-            else:
-                narrow_once(optimizer, piece)  # PyTorch goes on with the last one
+                now, held = [], 0
         return same
+
+    def _is_still(self, cells: Sequence[StateCell], most: int) -> bool:
+        """Whether they are all here, and no more than so many bytes."""
+        still = all(cell.state is State.HERE for cell in cells)
+        return still and 0 < sum(cell.bytes for cell in cells) <= most
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Its step is over."""
@@ -293,6 +310,9 @@ class Optimizers:
         """Refer to none any more."""
         self._known.clear()
         self._pieces.clear()
+
+    def _in(self, number: int, piece: int) -> list[StateCell]:
+        return [cell for cell in self._of(number) if cell.piece == piece]
 
     def _of(self, number: int) -> list[StateCell]:
         """State, and what else has left."""

@@ -78,6 +78,13 @@ def pieces_of(optimizer: Optimizer, piece_bytes: int) -> list[Piece]:
     return pieces
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """As one."""
+    return [
+        [parameter for some in group for parameter in some] for group in zip(*pieces, strict=True)
+    ]
+
+
 def covers(pieces: Sequence[Piece], optimizer: Optimizer) -> bool:
     """Whether the pieces are made of just the parameters that it has now."""
     groups = optimizer.param_groups

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from lowtide._analyze.access import accesses
-from lowtide._analyze.load import load_curve
+from lowtide._analyze.load import load_curve, rounded_bytes
 from lowtide._ir import Drop, Hold, OpIndex, Phase, Plan, Rerun, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
 from lowtide._policy.autoswap import CannotFit
+from lowtide._policy.scores import add
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
 from lowtide._simulate.remade import remade
 
@@ -25,6 +26,7 @@ ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was sa
 STEPPING = -(1 << 61)  # an optimizer is about to step: plus its number
 GUESTS = 1 << 40  # what is moved of an optimizer is numbered: its state, and from here on guests
 _LAYOUT_SECONDS = 1.0
+_COMPUTING = 2  # times its state, at most: what an optimizer's step makes meanwhile
 _MOST_SECONDS = 100
 _MOST_REPLANS = 3  # of steps that take more than planned where they are laid out
 
@@ -79,6 +81,7 @@ class Script:
     below_bytes: int  # the tier needs them at once
     swapped_bytes: int  # that leave in a step
     steps_whole: bool  # nothing is gained by an optimizer's step in pieces
+    together: int  # bytes of state whose pieces may step at once, where nothing moves between them
     plan: Plan
     observed: Observed  # the step that was planned
     reruns: Mapping[int, tuple[int, ...]]  # events -> what runs again then: see `_write_reruns`
@@ -141,6 +144,7 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         below_bytes=below,
         swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
         steps_whole=_steps_whole(observed, plan, room),
+        together=_room_to_step(observed.trace, plan) // _COMPUTING,
         plan=plan,
         observed=given,
         reruns=reruns,
@@ -260,19 +264,27 @@ def _write_reruns(observed: Observed, plan: Plan) -> tuple[dict[int, tuple[int, 
 def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
     """Whether optimizers may step at once: no state leaves, and there is room for what that takes.
 
-    The step was traced in pieces; at once it makes temporary copies of everything, at most of
-    twice the state's size.
+    The step was traced in pieces; at once it makes temporary copies of everything.
     """
     if any(swap.value in observed.states or swap.value in observed.guests for swap in plan.swaps):
         return False
     trace = observed.trace
-    more = 2 * sum(trace.values[value].bytes for value in observed.states)
+    more = _COMPUTING * sum(trace.values[value].bytes for value in observed.states)
     loads = load_curve(trace)
     held = max(
         (loads[i] for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER), default=0
     )
     moves = bool(plan.swaps or plan.remakes)
     return bool(held + more <= (plan.peak_bytes if moves else max(plan.peak_bytes, room)))
+
+
+def _room_to_step(trace: Trace, plan: Plan) -> int:
+    """Bytes by which what is held while optimizers step is below the planned peak."""
+    held = load_curve(trace).copy()
+    for swap in plan.swaps:
+        add(held, swap.release, swap.fetch, -rounded_bytes(trace, trace.values[swap.value]))
+    steps = [i for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
+    return max(0, plan.peak_bytes - int(held[steps].max(initial=0)))
 
 
 def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -1,0 +1,122 @@
+"""An optimizer's step in pieces, some of which step at once where nothing moves between them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lowtide._ir import Kind, OpIndex, Plan, Swap, ValueId
+from lowtide._runtime.swap import optimizers
+from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.optimizers import Optimizers
+from lowtide._runtime.swap.pieces import step_once
+from lowtide._runtime.swap.script import BEGIN, STEPPING, Observed, write_script
+from lowtide._trace.text import parse
+
+COUNT, BYTES = 8, 4096  # weights, and of each; two of them are a piece, with four times its state
+PIECE = 4 * BYTES
+AWAY = 2  # the piece with state that is elsewhere
+
+
+def make() -> tuple[list[nn.Parameter], Optimizer]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(BYTES // 4)) for _ in range(COUNT)]
+    return weights, torch.optim.AdamW(weights, lr=0.01)
+
+
+def train(weights: list[nn.Parameter], optimizer: Optimizer) -> None:
+    sum(weight.square().sum() for weight in weights).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def tier() -> Iterator[FileTier]:
+    found = FileTier()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("most", "leaves", "stepped"),
+    [  # weights that step before PyTorch goes on with the rest
+        (0, False, [2, 2, 2]),
+        (PIECE, False, [2, 2, 2]),
+        (2 * PIECE + 64, False, [4]),
+        (4 * PIECE + 64, False, []),
+        (4 * PIECE + 64, True, [4]),
+        (2 * PIECE + 64, True, [4]),
+    ],
+)
+def test_pieces_that_are_here_step_at_once(
+    most: int, leaves: bool, stepped: list[int], tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, optimizer = make()
+    for _ in range(3):
+        train(plain, optimizer)
+    weights, optimizer = make()
+    train(weights, optimizer)
+    seen: list[int] = []
+
+    def step(some: Optimizer) -> None:
+        seen.append(sum(len(group["params"]) for group in some.param_groups))
+        step_once(some)
+
+    monkeypatch.setattr(optimizers, "step_once", step)
+    events: list[int] = []
+    known = Optimizers(lambda _: tier, events.append, smallest=1024, piece_bytes=PIECE + 64)
+    known.know(optimizer)
+    known.admit(known.movable())
+
+    def stepping(some: Optimizer, _args: object, _kwargs: object) -> None:
+        known.step(some, (), whole=False, together=lambda: most)
+
+    hook = register_optimizer_step_pre_hook(stepping)
+    try:
+        for _ in range(2):
+            for cell in known.cells:
+                if leaves and cell.piece == AWAY:
+                    assert cell.leave() and cell.release()
+            seen.clear()
+            train(weights, optimizer)
+            known.stepped(optimizer)
+            assert seen == stepped
+    finally:
+        hook.remove()
+        known.leave()
+    assert events == [STEPPING + i for i in range(4)] * 2
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
+def test_what_steps_at_once_has_room_below_the_planned_peak() -> None:
+    """Where state is away meanwhile, there is more; a step makes up to twice its state."""
+    step = parse("""
+        device cuda:0
+        have s:16384 | state
+        have t:16384 | state
+        f x:8192     -> h:40960
+        b h          -> g:8192 | backward
+        o g s        -> s      | optimizer
+    """)
+    states = [ValueId(i) for i, value in enumerate(step.values) if value.kind is Kind.STATE]
+    other = next(i for i in states if step.values[i].storage == 1)
+    observed = Observed(
+        trace=step,
+        codes=(BEGIN, STEPPING),
+        positions=(OpIndex(0), OpIndex(2)),
+        saves={},
+        states=dict.fromkeys(states, 0),
+        held={},
+        numbers=(-1, -1, -1),
+    )
+
+    def together(swaps: tuple[Swap, ...], peak: int) -> int:
+        return write_script(observed, Plan(swaps, peak, 1.0, peak, 1.0)).together
+
+    held = 2 * 16384 + 2 * 8192  # the states, the gradient, and what was given
+    assert together((), 65536) == (65536 - held) // 2
+    assert together((), held - 1) == 0
+    away = Swap(other, OpIndex(0), OpIndex(1), OpIndex(3), OpIndex(3))
+    assert together((away,), 65536) == (65536 - held + 16384) // 2
