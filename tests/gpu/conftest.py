@@ -48,9 +48,9 @@ def _clean_pool(request: pytest.FixtureRequest) -> Iterator[None]:
     _settle()
     yield
     _settle()  # with the peaks reset, what the pool left behind is gone with it
-    from lowtide._runtime.cuda import _library
+    from lowtide._runtime.cuda_library import cuda_library
 
-    assert not _library().lowtide_torch_installed()
+    assert not cuda_library().lowtide_torch_installed()
 
 
 def _settle() -> None:

@@ -20,7 +20,7 @@ from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
 from lowtide._policy.budget import parse_bytes, parse_rate
 from lowtide._policy.candidates import Candidate, Grid, Reach, candidates, make_grid, positions
 from lowtide._policy.schedule import make_stage, schedule
-from lowtide._policy.scores import aoa, doa, make_clock, swdoa, vote, wdoa
+from lowtide._policy.scores import aoa, doa, lead, make_clock, swdoa, vote, wdoa
 from lowtide._policy.select import select
 from lowtide._simulate.check import find_bad_swap
 from lowtide._simulate.reference import simulate_slowly
@@ -213,6 +213,24 @@ def test_scores_by_hand() -> None:
     # The last goes first and leaves 2 at op 3; the others share op 2, which the first clears.
     assert swdoa(found, clock, load, 10).tolist() == [2, 0, 10]
     assert vote(np.array([1.0, 2, 3]), np.array([5.0, 1, 5])).tolist() == [-2, -3, 0]
+    # The peak is at op 3, after 4 seconds; who falls idle when it is over waits for the next.
+    assert lead([*found, cand(2, 3, 6)], clock, load).tolist() == [3, 1, 0, 4]
+
+
+def test_state_that_falls_idle_first_is_out_first() -> None:
+    """Four of a size, used one after the other: two are to be out by the peak, in time."""
+    lines = ["device cuda:0", *(f"have s{i}:1000 | state" for i in range(4))]
+    lines += [*(f"o s{i} -> s{i} | 1s optimizer" for i in range(4)), "f -> h:2000 | 1s"]
+    trace = parse("\n".join(lines) + "\n")
+    plans = {
+        score: autoswap(
+            trace, machine(1000.0), limit=4000, score=score, reach=Reach.ALL, smallest=1
+        )
+        for score in ("lead", "vote", "doa", "swdoa")
+    }
+    names = {trace.values[swap.value].storage for swap in plans["lead"].swaps}
+    assert names == {0, 1}
+    assert plans["lead"].seconds == min(plan.seconds for plan in plans.values())
 
 
 def test_a_candidate_earns_nothing_where_earlier_picks_did_the_work() -> None:
@@ -644,7 +662,7 @@ def test_the_best_score_is_no_worse_than_those_it_is_chosen_from() -> None:
         score: autoswap(
             trace, machine(700.0), limit=3000, score=score, reach=Reach.ALL, smallest=1
         ).seconds
-        for score in ("swdoa", "doa", "vote")
+        for score in ("swdoa", "doa", "vote", "lead")
     }
     best = autoswap(trace, machine(700.0), limit=3000, reach=Reach.ALL, smallest=1)
     assert best.seconds == min(each.values())

@@ -36,7 +36,7 @@ from lowtide._units import format_bytes
 
 SCORES = (*PLAIN_SCORES, "bayes")
 BEST = "best"  # of a few scores, whichever comes out best
-_TRIED = {"limit": ("swdoa", "doa", "vote"), "free": ("swdoa",)}
+_TRIED = {"limit": ("swdoa", "doa", "vote", "lead"), "free": ("swdoa", "lead")}
 FREE_RATIO = 1.008  # a step that takes no longer than this share of the plain one counts as free
 
 # By which shares of what swapping could save at most, or of the best found so far, it is tried.

@@ -10,12 +10,12 @@ from lowtide._errors import BadInput
 from lowtide._ir import Machine, OpIndex, Swap, Trace, ValueId
 from lowtide._policy.candidates import Candidate, Reach, candidates, make_grid
 from lowtide._policy.schedule import Stage, schedule
-from lowtide._policy.scores import Clock, Scores, aoa, doa, make_clock, vote, wdoa
+from lowtide._policy.scores import Clock, Scores, aoa, doa, lead, make_clock, vote, wdoa
 from lowtide._policy.select import Selection, select
 from lowtide._simulate.outcome import Outcome
 from lowtide._simulate.simulate import Ground, prepare, simulate_on
 
-PLAIN_SCORES = ("doa", "aoa", "wdoa", "swdoa", "vote")
+PLAIN_SCORES = ("doa", "aoa", "wdoa", "swdoa", "vote", "lead")
 SLACKS = (1.0, 1.3, 2.0)  # how much earlier than just in time fetches are tried
 
 
@@ -86,6 +86,8 @@ def plain_score(problem: Problem, name: str, limit: int) -> Scores | None:
         return doa(found, clock, machine)
     if name == "aoa":
         return problem.areas
+    if name == "lead":
+        return lead(found, clock, problem.ground.curve)
     weighted = wdoa(found, clock, problem.ground.curve, limit)
     if name == "wdoa":
         return weighted

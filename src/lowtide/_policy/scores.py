@@ -5,6 +5,11 @@ AOA    area of absence: DOA times bytes; divided by bytes where DOA is negative
 WDOA   weighted duration of absence: over the ops away, seconds times bytes above the limit
 SWDOA  submodular WDOA: WDOA on the load that the picks before have left
 
+and one that is not in the paper:
+
+LEAD   how long before the peak a value falls idle: an optimizer's state is away equally long
+       whichever part of it leaves, and only what leaves early is out in time
+
 An op counts by its duration, and only where the load is above the limit: elsewhere an absence
 buys nothing. Each function returns one number a candidate, in their order; higher is better.
 """
@@ -117,6 +122,13 @@ def swdoa(found: Sequence[Candidate], clock: Clock, load: Curve, limit: int) -> 
         left[best] = False
         add(load, found[best].earliest, found[best].latest, -found[best].bytes)
     return worth
+
+
+def lead(found: Sequence[Candidate], clock: Clock, load: Curve) -> Scores:
+    """Seconds from when each falls idle to the next peak of `load`."""
+    peak = clock.at(int(load.argmax()))
+    period = clock.period or 1.0
+    return np.array([(peak - clock.at(c.after + 1)) % period for c in found], dtype=np.float64)
 
 
 def vote(*scores: Scores) -> Scores:

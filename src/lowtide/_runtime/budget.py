@@ -60,6 +60,7 @@ _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _SPARE = 0.01  # of the budget that a plan leaves
+_LEAST_PAGED = 1 << 30  # bytes: of less, too much is lost in pages that are not full
 _LONG_ENOUGH = 12  # steps without a plan
 _PACED = 4  # steps without a plan that show how fast the host can be, beside a device
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
@@ -352,7 +353,7 @@ class Budgeted:
         device = self._device
         if device is None or device.type != "cuda" or self._budget == FREE:
             return False
-        if place is None or not self._driver.has_followed():
+        if place is None or (self._bytes or 0) < _LEAST_PAGED or not self._driver.has_followed():
             return False
         with torch.cuda.device(device), quiet():
             return place.use_pages(torch.cuda.current_device(), lambda: self._bytes)

@@ -256,7 +256,11 @@ class Core:
 
     def holds(self, block: int) -> bool:
         """Whether a block lies in an arena or a home."""
-        return self._library.lowtide_pool_base(self._handle, block) is not None
+        return self.base(block) != 0
+
+    def base(self, block: int) -> int:
+        """Where the arena or home begins that a block lies in, or 0."""
+        return int(self._library.lowtide_pool_base(self._handle, block) or 0)
 
     def is_paged(self, block: int) -> bool:
         """Whether a block lies in pages."""

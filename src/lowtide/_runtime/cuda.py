@@ -1,6 +1,5 @@
 """The pool in front of PyTorch's CUDA allocator: built, installed, given what it needs."""
 
-import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +13,10 @@ from lowtide._layout.buffers import rounded
 from lowtide._machine.host import available_bytes
 from lowtide._native import NoNative
 from lowtide._report.pool_text import MemorySummary
-from lowtide._runtime.core import Core, Mode, open_library
+from lowtide._runtime.core import Core, Mode
+from lowtide._runtime.cuda_library import cuda_library
 from lowtide._runtime.planning import ARENA_GRAIN
 from lowtide._runtime.storages import graphs_exist, movable_storages
-from lowtide._runtime.torch_build import build_pool
 from lowtide._runtime.workspaces import make_workspaces
 
 _PAGE = 2 << 20
@@ -25,28 +24,6 @@ _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside 
 _MOST_TIDIED = 3  # times in a fit, a device
 _PARKED = 0.5  # of the main memory that is free, at most, for what waits there
 _WORTH = 0.002  # of what is reserved: less waste than this is left alone
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = open_library(build_pool())
-    library.lowtide_torch_install.restype = ctypes.c_char_p
-    library.lowtide_torch_pool.restype = ctypes.c_void_p
-    library.lowtide_torch_home.restype = ctypes.c_void_p
-    library.lowtide_torch_home.argtypes = [ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p]
-    library.lowtide_torch_arena.argtypes = [ctypes.c_int32, ctypes.c_int64]
-    library.lowtide_torch_pages.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]
-    library.lowtide_torch_settle.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    library.lowtide_torch_adopt.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_int32),
-        *(ctypes.c_int64, ctypes.c_int64),
-    ]
-    library.lowtide_torch_exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.lowtide_torch_refill.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.lowtide_torch_private.argtypes = [ctypes.c_int32]
-    library.lowtide_torch_cached.restype = ctypes.c_int64
-    library.lowtide_torch_cached.argtypes = [ctypes.c_int32]
-    return library
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +40,7 @@ class CudaPlace:
     """PyTorch's memory, once CUDA is in use. Raises NoNative if the pool cannot stand in it."""
 
     def __init__(self) -> None:
-        self._library = _library()
+        self._library = cuda_library()
         for device in range(torch.cuda.device_count()):
             torch.cuda.memory_stats(device)  # starts PyTorch's allocator
         why = self._library.lowtide_torch_install()
@@ -350,15 +327,23 @@ class CudaPlace:
     def _relocate(self, device: int, wanted: Callable[[int], bool]) -> None:
         """Allocate anew what lies at such addresses, as far as there is memory.
 
-        One arena, home or segment after the other; where there is no room beside the others, they
-        all wait in main memory, and go first.
+        One arena, home or segment after the other, each given back when it is empty: else what is
+        moved next would lie in it, and keep it. Where there is no room beside the others, they all
+        wait in main memory, and go first.
         """
         if self._fixed_addresses(device):
             return
         torch.cuda.synchronize(device)
         found = [one for one in self._movable(device) if wanted(one.data_ptr()) and one.resizable()]
-        found.sort(key=lambda storage: -storage.data_ptr())
-        while found and self._exchange(found[-1]):
+        found.sort(key=lambda storage: (self.core.base(storage.data_ptr()), storage.data_ptr()))
+        emptied = -1  # the last
+        while found:
+            lies_in = self.core.base(found[-1].data_ptr())
+            if lies_in != emptied:
+                torch.cuda.empty_cache()
+                emptied = lies_in
+            if not self._exchange(found[-1]):
+                break
             found.pop()
         if sum(one.nbytes() for one in found) <= _PARKED * available_bytes():
             self._restore_without([_Parked(one, one.nbytes(), one.cpu(), -1) for one in found], [])
