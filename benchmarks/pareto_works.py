@@ -24,7 +24,7 @@ import torch._functorch.config
 from delta_works import in_a_line, peaks, say
 from pareto import COMPILED, FULL, SAME
 from subjects import TIDY, Entry, Subject, _bert, _language, _vision
-from swap import TIMED, context_of, plain_times, timed
+from swap import context_of, plain_times, timed
 from torch import nn
 from turns import Turn
 
@@ -192,17 +192,17 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
                 break
             step()
         before = budgeted.dynamic_summary()
-        times = summed_up(timed(step))
+        times = timed(step)
         after = budgeted.dynamic_summary()
         row |= {
             **look(),
             **{f"first_{key}": value for key, value in first.items()},
             **planned_of(planned),
-            **times,
+            **summed_up(times),
             "steady": planned.is_steady(),
             "search_seconds": [*searching, *again],
             "a_step": {
-                key: (getattr(after, key) - getattr(before, key)) / (TIMED + 1)
+                key: (getattr(after, key) - getattr(before, key)) / (len(times) + 2)
                 for key in ("replayed_ops", "dropped", "swapped", "swapped_bytes")
             },
             "steps_before": len(planned.modes),

@@ -25,7 +25,8 @@ from measurers import Measurer
 from turns import Turn, table, write_results
 
 SIDE_BY_SIDE = 2  # works: what they pin has to fit in main memory
-WARM, TIMED = 3, 6
+WARM, TIMED, MOST_TIMED = 3, 6, 200
+TIMED_SECONDS = 1.0  # of short steps, as many as take so long: the host is not always as fast
 LEARNING, PATIENCE, FOLLOWED = (
     8,
     24,
@@ -176,8 +177,14 @@ def timed(step: Callable[[], None]) -> list[float]:
     """
     import torch
 
+    torch.cuda.synchronize()
+    began = time.perf_counter()
     step()
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+    torch.cuda.synchronize()
+    enough = round(TIMED_SECONDS / (time.perf_counter() - began))
+    count = min(max(TIMED, enough), MOST_TIMED)
+    step()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     ends[0].record()
     for end in ends[1:]:
         step()
