@@ -15,6 +15,7 @@ from lowtide._runtime import plans
 from lowtide._runtime.fit import Tide
 from lowtide._runtime.swap import cuda_driver
 from lowtide._runtime.swap.modes import Mode
+from lowtide._runtime.swap.pinned_tier import PinnedTier
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +145,30 @@ def test_leaving_unlocks_the_host_memory() -> None:
     held = torch.cuda.memory_allocated() - before
     del model, optimizer
     assert torch.cuda.memory_allocated() - before < held // 4  # nobody keeps them
+
+
+def test_chunks_that_nobody_needs_any_more_are_unlocked() -> None:
+    tier = PinnedTier(torch.device("cuda", torch.cuda.current_device()))
+    tier.prepare(8 * MIB)
+    full = tier.take(8 * MIB)
+    more = tier.take(MIB)  # which it grows for
+    assert full is not None and more is not None and more.start >= 8 * MIB
+    held = tier.held_bytes()
+    content = torch.arange(MIB // 4, dtype=torch.float32, device="cuda")
+    copy = tier.out(content.untyped_storage(), more)
+    tier.trim(8 * MIB)
+    assert tier.held_bytes() == held, "somebody's"
+    copy.wait()
+    tier.give(more)
+    tier.trim(8 * MIB)
+    assert tier.held_bytes() == 8 * MIB
+    copy = tier.out(content.untyped_storage(), full)  # and the rest is as good as ever
+    copy.wait()
+    back = torch.zeros_like(content)
+    tier.back(back.untyped_storage(), full).wait()
+    assert torch.equal(back, content)
+    tier.give(full)
+    tier.close()
 
 
 def test_leaving_leaves_no_arena_behind() -> None:

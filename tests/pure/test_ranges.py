@@ -7,7 +7,9 @@ from lowtide._runtime.swap.ranges import Ranges
 
 _CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["take", "at", "give", "grow"]), st.integers(0, 40), st.integers(1, 12)
+        st.sampled_from(["take", "at", "give", "grow", "shrink"]),
+        st.integers(0, 40),
+        st.integers(1, 12),
     ),
     max_size=60,
 )
@@ -39,4 +41,10 @@ def test_ranges_agree_with_a_set_of_bytes(size: int, calls: list[tuple[str, int,
             ranges.grow(size + count)
             free |= set(range(size, size + count))
             size += count
+        elif call == "shrink":
+            beyond = set(range(where, size))
+            assert ranges.shrink(where) == (free >= beyond)
+            if free >= beyond:
+                free -= beyond
+                size = min(size, where)
         assert ranges.taken == size - len(free)

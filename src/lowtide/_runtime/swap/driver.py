@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lowtide._ir import Plan
+from lowtide._runtime.swap.below import Below
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.modes import Mode
@@ -61,7 +62,7 @@ class Driver:
         self._make_plan = plan
         self._short = short
         self.following = Follower(self._do)
-        self._script_tier: Tier | None = None  # where to
+        self._below = Below()
         self._observer: Observer | None = None
         self.optimizers = Optimizers(tier, self._event, smallest, piece_bytes)
         self.steps: Counter[Mode] = Counter()  # so far
@@ -157,6 +158,7 @@ class Driver:
             script = self.following.script
             if self.following.agrees and script is not None:
                 script.seconds.append(self._pace.seconds())
+                self._below.followed(script, self.following.scripts)
                 if not script.plain and len(self._cells) == self._packs:
                     script.plain = plain_saves(self._cells, self.following.moved)
                 if self._may_rest and self._go_to_rest():
@@ -317,7 +319,7 @@ class Driver:
             self._event(code)
 
     def _act(self, actions: Sequence[Action]) -> None:
-        tier = self._script_tier
+        tier = self._below.tier
         if tier is not None:
             tier.pause()
         try:
@@ -373,12 +375,8 @@ class Driver:
             return
         observed = replace(observed, asked=self._pace.of(observed.codes))
         self.following.add(write_script(observed, self._make_plan(observed, None)))
-        self._script_tier = self._tier(torch.device(observed.trace.device))
-        self._prepare_tier()
-
-    def _prepare_tier(self) -> None:
-        if self._script_tier is not None:
-            self._script_tier.prepare(max(script.below_bytes for script in self.following.scripts))
+        tier = self._tier(torch.device(observed.trace.device))
+        self._below.prepare(tier, self.following.scripts)
 
     def shrink(self, less: int) -> bool:
         """Plan steps like the last anew, to hold so much less. False: was done, or cannot be."""
@@ -388,7 +386,7 @@ class Driver:
             return False
         self._natively.halt()
         self.following.replace(old, new)
-        self._prepare_tier()
+        self._below.prepare(self._below.tier, self.following.scripts)
         return True
 
     def _unlearn(self) -> None:

@@ -50,6 +50,9 @@ class FileTier:
     def prepare(self, count: int) -> None:
         """A file grows as it is written."""
 
+    def trim(self, count: int) -> None:
+        """A file may stay as long as it was: nothing is locked for it."""
+
     def take(self, count: int, at: int | None = None) -> Place | None:
         """At the planned place, or else the lowest."""
         count = rounded_place(count)

@@ -101,6 +101,16 @@ class PinnedTier:
             if self._ranges.size < count:
                 self._grow(count - self._ranges.size)
 
+    def trim(self, count: int) -> None:
+        """Unlock chunks, from the last on."""
+        with self._lock:
+            while self._chunks and self._chunks[-1].start >= rounded_place(count):
+                if not self._ranges.shrink(self._chunks[-1].start):
+                    return
+                self._out.synchronize()  # what was copied last has been waited for by the device
+                self._back.synchronize()
+                self._chunks.pop().close()
+
     def take(self, count: int, at: int | None = None) -> Place | None:
         """At the planned place, or else the lowest in one chunk."""
         count = rounded_place(count)

@@ -46,6 +46,13 @@ class Ranges:
         old, self.size = self.size, size
         self.give(old, size - old)
 
+    def shrink(self, size: int) -> bool:
+        """The span ends at `size` from now on, if nobody has anything beyond."""
+        if size < self.size and not self.take_at(size, self.size - size):
+            return False
+        self.size = min(size, self.size)
+        return True
+
     def _cut(self, i: int, start: int, stop: int) -> None:
         low, high = self._free.pop(i)
         self._free[i:i] = [part for part in ((low, start), (stop, high)) if part[0] < part[1]]

@@ -33,6 +33,9 @@ class Tier(Protocol):
     def prepare(self, count: int) -> None:
         """About `count` bytes are going to be needed at once; an empty slab may be replaced."""
 
+    def trim(self, count: int) -> None:
+        """What is beyond that and in nobody's use is not going to be needed."""
+
     def take(self, count: int, at: int | None = None) -> Place | None:
         """Room for `count` bytes, if it can be at `at`; None: there is none."""
 

@@ -1,0 +1,38 @@
+"""The tier that planned steps copy to, as large as they need it to be."""
+
+from collections.abc import Sequence
+
+from lowtide._runtime.swap.script import Script
+from lowtide._runtime.swap.tier import Tier
+
+_SETTLED = 2  # steps by a plan, and all that it moves is where it says
+
+
+class Below:
+    """Where a plan takes the place of another, what lies below by the old one is in its way.
+
+    So it may have to grow for a step or two, and is trimmed then: once, since where it grows again
+    it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.tier: Tier | None = None
+        self._untrimmed = False
+
+    def prepare(self, tier: Tier | None, scripts: Sequence[Script]) -> None:
+        """For these."""
+        self.tier = tier
+        self._untrimmed = tier is not None
+        if tier is not None:
+            tier.prepare(_needed(scripts))
+
+    def followed(self, script: Script, scripts: Sequence[Script]) -> None:
+        """A step has gone by one of them."""
+        if self._untrimmed and len(script.seconds) >= _SETTLED:
+            self._untrimmed = False
+            if self.tier is not None:
+                self.tier.trim(_needed(scripts))
+
+
+def _needed(scripts: Sequence[Script]) -> int:
+    return max(script.below_bytes for script in scripts)
