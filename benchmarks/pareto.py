@@ -2,14 +2,18 @@
 
 python benchmarks/pareto.py --out benchmarks/results/pareto.json [--only GPT-2] [--methods tide]
 
-points  each work plain, with tide at shares of the plain peak and at the budgets that are aimed
-        at, with checkpoints, with selective ones, with TRL's OffloadActivations, and compiled
-same    whether tide's losses, dropout and all, are plain's bit for bit
+compiled  each work as torch.compile has it: all of them first, since compiling takes a minute of
+          many cores, beside which nothing else can be measured
+points    each work plain, with tide at shares of the plain peak and at the budgets that are aimed
+          at, with checkpoints, with selective ones, and with TRL's OffloadActivations
+same      whether tide's losses, dropout and all, are plain's bit for bit
 
-A process for each work and method; what it runs is in pareto_works.py. Several works are measured
-side by side, and use the GPU in turns (turns.py): while one waits for its plan, another computes.
+A process for each work and method; what it runs is in pareto_works.py. As many works as there is
+memory for are measured side by side, and use the GPU in turns (turns.py): while one waits for its
+plan, another computes.
 Plain steps are timed in every run, and what is measured in it is compared with them. A file that is
-there is added to, so that a run may be parted with --parts, --only, --methods and --budgets.
+there is added to, so that a run may be parted with --parts, --only, --methods and --budgets, or cut
+off anywhere and gone on with by --resume, which leaves out what the file has.
 --dry-run walks through it all with made-up figures and says about how long each task takes; --plot
 draws what the file has. Neither needs a GPU.
 """
@@ -21,47 +25,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import delta
 from delta import Row, Workers
+from pareto_aims import (
+    AIMS,
+    BUDGETS,
+    COMPILED,
+    FULL,
+    GIB,
+    KNOWN,
+    MEMORY,
+    METHODS,
+    PARTS,
+    ROOM,
+    SHARES,
+    WORKS,
+)
+from pareto_imagined import Imagined
+from pareto_plot import plot
 from turns import table, write_results
 
-GIB = 2**30
 Ask = Callable[..., Iterable[Row]]  # a task -> its answers, at least one
 Put = Callable[[dict[str, Any]], None]
-FULL, ROOM = "100%", 1.05  # the budget that is not tight, over what plain training reserves
-SHARES = (FULL, "80%", "66%", "50%", "40%", "33%", "25%")  # of the plain peak
-METHODS = ("plain", "compile", "tide", "checkpoint", "selective", "offload_activations")
-COMPILED = ("1.0", "0.5")  # torch._functorch.config.activation_memory_budget
-PARTS = ("points", "same")
-
-# The step time over plain's that is aimed at, by the budget.
-AIMS: dict[str, dict[str, float]] = {
-    "GPT-2 medium 16x1024": {FULL: 1.01, "30GiB": 1.03, "14.9GiB": 1.10},
-    "Llama-1B-like 4x2048": {"18GiB": 1.06, "12GiB": 1.30},
-    "BERT-large 16x384": {},
-    "ViT-B/16 256 tf32": {},
-    "ResNet-50 256 tf32": {FULL: 1.01, "13.8GiB": 1.04, "8.9GiB": 1.12},
-    "ResNet-50 256 bf16": {FULL: 1.03},
-}
-WORKS = tuple(AIMS)
-BUDGETS = tuple(dict.fromkeys([*SHARES, *(label for aims in AIMS.values() for label in aims)]))
-SAME: dict[str, tuple[int, float]] = {  # the batch, and the budget over the plain peak
-    "GPT-2 medium 16x1024": (4, 0.6),
-    "Llama-1B-like 4x2048": (1, 0.7),
-    "BERT-large 16x384": (8, 0.6),
-    "ViT-B/16 256 tf32": (32, 0.6),
-    "ResNet-50 256 tf32": (64, 0.6),
-    "ResNet-50 256 bf16": (64, 0.6),
-}
-WAVES = (  # works that are on the GPU side by side, at most 110 GiB of it
-    ("GPT-2 medium 16x1024", "Llama-1B-like 4x2048", "BERT-large 16x384"),
-    ("ViT-B/16 256 tf32", "ResNet-50 256 tf32", "ResNet-50 256 bf16"),
-)
 
 
 def budgets_of(name: str, plain: Row, wanted: list[str]) -> list[tuple[str, int]]:
@@ -85,85 +73,25 @@ def most_seconds(kind: str, *rest: Any) -> int:
     return {"warm": 400, "once": 400, "compile": 500, "same": 400}[kind]
 
 
-@dataclass(frozen=True)
-class Known:
-    """About what is known of a work: enough to say how long its tasks take."""
+class Memory:
+    """That of the GPU, for those who are measured side by side."""
 
-    seconds: float  # of a plain step
-    peak: float  # GiB
-    reserved: float
-    watching: float  # seconds of the first steps under a budget, which are seen op by op
-    offload: float  # GiB that are pinned first
-    compiling: float  # seconds, for each of the two
+    def __init__(self, free: float) -> None:
+        self._free = free
+        self._changed = threading.Condition()
 
-
-KNOWN: dict[str, Known] = {
-    "GPT-2 medium 16x1024": Known(0.237, 47.8, 50.0, 8.0, 34, 70),
-    "Llama-1B-like 4x2048": Known(0.172, 33.3, 34.3, 5.0, 14, 50),
-    "BERT-large 16x384": Known(0.066, 13.3, 14.7, 6.0, 9, 60),
-    "ViT-B/16 256 tf32": Known(0.250, 32.0, 33.5, 4.0, 29, 40),
-    "ResNet-50 256 tf32": Known(0.118, 20.9, 25.2, 3.0, 17, 40),
-    "ResNet-50 256 bf16": Known(0.055, 11.0, 12.4, 3.0, 9, 40),
-}
-
-
-class Imagined(delta.Imagined):
-    """Answers as they might be: shows the plan of a run, and about how long it takes."""
-
-    START = 6.0  # seconds of a process, of which several load at once
-    SEARCH = 2.5  # seconds of planning
-    ELSE: Mapping[str, tuple[float, float]] = {  # step time, memory over plain's
-        "plain": (1.0, 1.0),
-        "checkpoint": (1.26, 0.4),
-        "selective": (1.2, 0.6),
-        "offload_activations": (6.0, 0.4),
-    }
-
-    def _once(self, name: str, method: str) -> tuple[float, list[Row]]:
-        known = KNOWN[name]
-        slower, less = self.ELSE[method]
-        row = self._row(known.seconds * slower, less * known.peak, less * known.reserved)
-        pinning = known.offload / 1.5 + 6 if method == "offload_activations" else 0
-        return self.START + pinning + 10 * row["seconds"], [row]
-
-    def _compile(self, name: str) -> tuple[float, list[Row]]:
-        known = KNOWN[name]
-        rows = [
-            self._row(faster * known.seconds, less * known.peak, less * known.reserved)
-            for faster, less in ((0.75, 1.0), (0.9, 0.55))
-        ]
-        return self.START + 2 * known.compiling + 20 * known.seconds, rows
-
-    def _tide(self, name: str, budgets: list[tuple[str, int]]) -> tuple[float, list[Row]]:
-        known = KNOWN[name]
-        rows, seconds = [], self.START
-        for label, budget in budgets:
-            tight = max(0.0, 1 - budget / GIB / known.peak)
-            held = min(budget / GIB, known.reserved)
-            row = self._row(known.seconds * (1 + 0.7 * tight**2), 0.98 * held, held)
-            plan = {"peak_bytes": int(0.97 * held * GIB), "seconds": 1.02 * row["seconds"]}
-            plan |= {"swaps": int(40 * tight), "reruns": int(900 * tight)}
-            row |= {"budget_bytes": budget, "plan": plan, "search_seconds": [self.SEARCH]}
-            seconds += 2 + known.watching + self.SEARCH + 10 * row["seconds"]
-            if label == FULL:
-                seconds += 20 * known.seconds
-                row["beside_seconds"] = known.seconds
-            rows.append(row)
-        return seconds, rows
-
-    def _same(self, name: str) -> tuple[float, list[Row]]:
-        known = KNOWN[name]
-        row = self._row(known.seconds, 0.6 * known.peak, 0.6 * known.peak)
-        row |= {"plain_repeats": True, "identical": True, "batch": SAME[name][0]}
-        row |= {"budget_bytes": int(0.6 * known.peak * GIB), "steps": {"planned": 3}}
-        return self.START + 6 + known.watching + self.SEARCH, [row]
-
-    def _row(self, seconds: float, peak: float, reserved: float) -> Row:
-        return {
-            "seconds": seconds,
-            "peak_bytes": int(peak * GIB),
-            "reserved_bytes": int(reserved * GIB),
-        }
+    @contextmanager
+    def taken(self, amount: float) -> Iterator[None]:
+        """So many GiB, as soon as others have left them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= amount)
+            self._free -= amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += amount
+                self._changed.notify_all()
 
 
 @contextmanager
@@ -214,6 +142,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="works whose names begin like one of these")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--budgets", default=",".join(BUDGETS), help="of tide")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--dry-run", action="store_true", help="show the plan; needs no GPU")
     parser.add_argument("--plot", action="store_true", help="only draw what is in --out")
     options = parser.parse_args()
@@ -244,14 +173,18 @@ def main() -> None:
         imagined = 0.0
         for part in parts:
             since = time.perf_counter()
-            tasks = len({"plain", *methods}) if part == "points" else 1
+            if part == "compiled" and "compile" not in methods:
+                continue
+            left = names
+            if options.resume:
+                left = [one for one in names if is_left(part, one, methods, budgets, results.found)]
+            memory = Memory(MEMORY)
             measure = partial(
-                measure_work, part, tasks, methods, budgets, results, also, dry=options.dry_run
+                measure_work,
+                *(part, methods, budgets, results, also, memory, options.resume, options.dry_run),
             )
-            for wave in WAVES:
-                some = [name for name in wave if name in names]
-                with ThreadPoolExecutor(1 if options.dry_run else len(wave)) as pool:
-                    imagined += sum(pool.map(measure, some))
+            with ThreadPoolExecutor(1 if options.dry_run else len(names)) as pool:
+                imagined += sum(pool.map(measure, left))
             print(f"{part}: {time.perf_counter() - since:.0f} s", flush=True)
     if options.dry_run:
         print(f"all of it would take about {imagined:.0f} s, one after the other")
@@ -259,29 +192,75 @@ def main() -> None:
         print(f"{time.perf_counter() - began:.0f} s")
 
 
+def is_there(entry: Mapping[str, Any]) -> bool:
+    """Whether something was measured, and did not fail."""
+    return bool(entry) and "error" not in entry
+
+
+def left_of(
+    name: str, methods: list[str], budgets: list[str], work: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """The methods and budgets of a work's points that are not measured yet."""
+    done = work.get("tide", {})
+    wanted = [label for label in budgets if label in (*SHARES, *AIMS[name])]
+    some = [label for label in wanted if not is_there(done.get(label, {}))]
+    rest = [method for method in methods if method not in ("plain", "tide", "compile")]
+    rest = [method for method in rest if not is_there(work.get(method, {}))]
+    return [*(["tide"] if some and "tide" in methods else []), *rest], some
+
+
+def is_left(
+    part: str, name: str, methods: list[str], budgets: list[str], found: Mapping[str, Any]
+) -> bool:
+    """Whether anything of a work is still to be measured."""
+    work = found.get("works", {}).get(name, {})
+    if part == "compiled":
+        rows = work.get("compile", {})
+        return not all(is_there(rows.get(share, {})) for share in COMPILED)
+    if part == "points":
+        return bool(left_of(name, methods, budgets, work)[0]) or "plain" not in work
+    return not is_there(found.get("same", {}).get(name, {}))
+
+
 def measure_work(
     part: str,
-    tasks: int,
     methods: list[str],
     budgets: list[str],
     results: Results,
     also: Mapping[str, str],
-    name: str,
-    *,
+    memory: Memory,
+    resume: bool,
     dry: bool,
+    name: str,
 ) -> float:
     """One work's share of a part; in a dry run, about how many seconds it takes."""
-    with answering(part, tasks, also, dry=dry) as answers:
+    work = dict(results.found.get("works", {}).get(name, {}))
+    if resume and part == "points":
+        fresh = ["compile"] if "ratio" not in work.get("compile", {}).get(COMPILED[0], {}) else []
+        methods, budgets = left_of(name, methods, budgets, work)
+        methods = [*fresh, *methods]
+    tasks = len({"plain", *methods} - {"compile"}) if part == "points" else 1
+    room = memory.taken(ROOM * KNOWN[name].reserved)
+    with room, answering(part, tasks, also, dry=dry) as answers:
         try:
-            if part == "points":
-                work = dict(results.found.get("works", {}).get(name, {}))
-                put = partial(results.put, "works", name)
+            put = partial(results.put, "works", name)
+            if part == "compiled":
+                compiled(name, answers.rows, work, put)
+            elif part == "points":
                 points(name, methods, budgets, answers.rows, work, put)
             else:
                 results.put("same", name, same(name, answers.rows))
         except Exception as error:  # noqa: BLE001 - the other works go on
             print(f"{name:20} {part} broke off: {error!r}", flush=True)
     return answers.seconds if isinstance(answers, Imagined) else 0.0
+
+
+def compiled(name: str, ask: Ask, work: dict[str, Any], put: Put) -> None:
+    """By torch.compile; compared as soon as there are plain steps of the same run."""
+    found = list(ask("compile", name))
+    work["compile"] = dict(zip(COMPILED, found, strict=False))
+    print(f"{name:20} compiled {', '.join(work['compile'])}", flush=True)
+    put(work)
 
 
 def points(
@@ -305,8 +284,7 @@ def points(
         if method == "tide":
             under_budgets(name, budgets_of(name, plain, budgets), plain, ask, work, put)
         elif method == "compile":
-            found = list(ask("compile", name))
-            entry = work[method] = dict(zip(COMPILED, found, strict=False))
+            entry = work.get(method, {})
             for share, row in entry.items():
                 beside_plain(row, plain)
                 if {"seconds"} <= row.keys() & entry[COMPILED[0]].keys():
@@ -417,119 +395,6 @@ def show(name: str, method: str, label: str, row: Row) -> None:
 def is_met(row: Row) -> bool:
     """Whether it is as fast as is aimed at, within the budget."""
     return bool(row.get("held") and row["ratio"] <= row["aim"])
-
-
-HIGHEST = 2.0  # of the plot: what takes longer is marked at its upper edge
-BLUE, GREEN, GREY = "#33658a", "#2a9d4a", "#888888"
-STYLES = {  # of what else there is: colour, marker, name
-    "checkpoint": ("#d1495b", "s", "checkpoint per block"),
-    "selective": ("#edae49", "D", "selective checkpoint"),
-    "offload_activations": ("#8a6fa8", "^", "TRL OffloadActivations"),
-    "compile 1.0": ("#9aada4", "v", "torch.compile"),
-    "compile 0.5": ("#4f772d", "v", "torch.compile, memory budget 0.5"),
-}
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Step time over plain's against memory, a panel for each work."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    works = {
-        name: results["works"][name]
-        for name in WORKS
-        if "seconds" in results.get("works", {}).get(name, {}).get("plain", {})
-    }
-    if not works:
-        raise SystemExit("nothing is measured yet: there is nothing to draw")
-    across = min(3, len(works))
-    down = -(-len(works) // across)
-    figure, grid = pyplot.subplots(
-        down, across, figsize=(4.1 * across, 3.4 * down + 0.5), layout="constrained", squeeze=False
-    )
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)
-    for panel in grid.flat[len(works) :]:
-        panel.set_visible(False)
-    named: dict[str, Any] = {}
-    for panel, (name, work) in zip(grid.flat, works.items(), strict=False):
-        draw(panel, name, work)
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            named.setdefault(label, handle)
-    for panel in grid[:, 0]:
-        panel.set_ylabel("step time over plain")
-    for panel in grid[-1]:
-        panel.set_xlabel("memory reserved at most, GiB")
-    figure.legend(
-        named.values(), named.keys(), loc="outside lower center", ncols=across + 1, frameon=False,
-        fontsize=9,
-    )  # fmt: skip
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def draw(panel: Any, name: str, work: dict[str, Any]) -> None:
-    """One work."""
-    plain = work["plain"]
-    panel.set_title(name, loc="left", fontsize=10, pad=11)
-    panel.set_title(
-        f"plain {plain['seconds'] * 1e3:.0f} ms", loc="right", fontsize=9, color=GREY, pad=11
-    )
-    panel.axhline(1, color=GREY, linewidth=0.8, zorder=1)
-    rows = sorted(work.get("tide", {}).values(), key=lambda row: row["budget_bytes"])
-    done = [row for row in rows if "ratio" in row]
-    panel.plot(
-        [row["reserved_bytes"] / GIB for row in done], [row["ratio"] for row in done], "o-",
-        color=BLUE, linewidth=1.6, markersize=5, zorder=5, label="lowtide, tide",
-    )  # fmt: skip
-    for row in done:
-        if not row["held"]:
-            mark(panel, row, BLUE, "o", "tide, over its budget", filled=False)
-        elif row["ratio"] > HIGHEST:
-            mark(panel, row, BLUE, "o", "")
-    for row in rows:
-        if "ratio" not in row:
-            failed = {"color": BLUE, "marker": "x", "linestyle": "", "clip_on": False}
-            panel.plot(row["budget_bytes"] / GIB, HIGHEST, label="tide failed", **failed)
-    mark(panel, plain, "k", "o", "plain")
-    others = {**work, **{f"compile {share}": row for share, row in work.get("compile", {}).items()}}
-    for key, (colour, marker, label) in STYLES.items():
-        if "ratio" in others.get(key, {}):
-            mark(panel, others[key], colour, marker, label)
-    for label, aim in AIMS[name].items():
-        memory = ROOM * plain["reserved_bytes"] / GIB
-        if label.endswith("GiB"):
-            memory = float(label.removesuffix("GiB"))
-        panel.plot(
-            memory, aim, marker=[(-1, 0), (0, 0), (0, -1), (0, 0)], fillstyle="none", linestyle="",
-            color=GREEN, markersize=18, markeredgewidth=1.6, zorder=6, clip_on=False,
-            label="aim: left of it and below",
-        )  # fmt: skip
-    shown = [row for row in others.values() if "ratio" in row] + done
-    panel.set_ylim(min(0.95, *(row["ratio"] for row in shown)) - 0.05, HIGHEST)
-    panel.set_xlim(0, 1.08 * ROOM * plain["reserved_bytes"] / GIB)
-    panel.locator_params(axis="x", integer=True)
-    panel.grid(visible=True, alpha=0.2)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def mark(
-    panel: Any, row: Row, colour: str, marker: str, label: str, *, filled: bool = True
-) -> None:
-    """A point; at the upper edge with its figure, if it is beyond."""
-    at = row["reserved_bytes"] / GIB
-    panel.plot(
-        at, min(row["ratio"], HIGHEST), marker=marker, color=colour, linestyle="",
-        label=label or None, markerfacecolor=colour if filled else "white", markersize=6,
-        zorder=6 if not filled else 4, clip_on=False,
-    )  # fmt: skip
-    if row["ratio"] > HIGHEST:
-        panel.annotate(
-            f"×{row['ratio']:.1f}", (at, HIGHEST), textcoords="offset points",
-            xytext=(-6 if colour == BLUE else 6, -2), ha="right" if colour == BLUE else "left",
-            fontsize=8, color=colour, va="top",
-        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from delta_works import in_a_line, peaks, say
-from pareto import COMPILED, FULL, SAME
+from pareto_aims import COMPILED, FULL, SAME
 from subjects import TIDY, Entry, Subject, _bert, _language, _vision
 from swap import context_of, plain_times, timed
 from torch import nn
