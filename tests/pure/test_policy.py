@@ -19,6 +19,7 @@ from lowtide._machine.link import line
 from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
 from lowtide._policy.budget import parse_bytes, parse_rate
 from lowtide._policy.candidates import Candidate, Grid, Reach, candidates, make_grid, positions
+from lowtide._policy.problem import best_within, choose, make_problem, plain_score
 from lowtide._policy.schedule import make_stage, schedule
 from lowtide._policy.scores import aoa, doa, lead, make_clock, swdoa, vote, wdoa
 from lowtide._policy.select import select
@@ -667,3 +668,53 @@ def test_the_best_score_is_no_worse_than_those_it_is_chosen_from() -> None:
     best = autoswap(trace, machine(700.0), limit=3000, reach=Reach.ALL, smallest=1)
     assert best.seconds == min(each.values())
     assert best.policy in {f"autoswap/{score}" for score in each}
+
+
+def test_bytes_are_freed_in_the_order_of_their_copies() -> None:
+    """Op 2 needs room. a is out at 3 and b, behind it, at 5: it waits for a, and not for b."""
+    trace = parse("""
+        p0 -> a:10 | 1s
+        p1 -> b:10 | 1s
+        p2 -> c:10 | 1s
+        u  c ->    | 1s
+        p4 ->      | 1s
+        p5 ->      | 1s
+        p6 -> e:20 | 1s
+        u  e ->    | 1s
+        p8 ->      | 9s
+        u  b ->    | 1s
+        u  a ->    | 1s
+    """)
+    found = [c for c in candidates(trace, smallest=1) if c.bytes == 10 and c.until > 7]
+    assert len(found) == 2
+    link = machine(5.0)  # ten bytes take two seconds
+    outcome = simulate(trace, link, schedule(make_stage(trace), link, found, 20))
+    assert outcome.peak_bytes <= 20
+    assert outcome.stall_seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("states", "limit"), [(6, 30), (8, 40), (12, 60)])
+def test_a_schedule_is_made_again_for_the_step_that_came_of_it(states: int, limit: int) -> None:
+    """All of the state has to come and go while an optimizer steps: ops are late by then."""
+    lines = ["device cuda:0", *(f"have s{i}:10 | state" for i in range(states))]
+    lines += ["f -> h:20 | 6s", "b h -> g:1 | 6s backward"]
+    lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(states)]
+    trace, link = parse("\n".join(lines) + "\n"), machine(2.0 if states == 6 else 5.0)
+    problem = make_problem(
+        trace,
+        link,
+        reach=Reach.ALL,
+        held=None,
+        movable=None,
+        positions=None,
+        host_budget=None,
+        smallest=1,
+    )
+    chosen = choose(problem, plain_score(problem, "doa", limit), limit).chosen
+    once = best_within(problem, chosen, limit, rounds=0)
+    again = best_within(problem, chosen, limit)
+    assert again.outcome.seconds < once.outcome.seconds
+    assert again.outcome.peak_bytes <= limit
+    assert find_bad_swap(trace, again.swaps) is None
+    slowly = simulate_slowly(trace, link, again.swaps)
+    assert slowly.seconds == pytest.approx(again.outcome.seconds)

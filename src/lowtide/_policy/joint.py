@@ -18,7 +18,7 @@ from lowtide._ir import Kind, Machine, OpIndex, Plan, Remake, Swap, ValueId
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
-from lowtide._policy.problem import SLACKS, Problem, best_within, make_problem
+from lowtide._policy.problem import ROUNDS, SLACKS, Problem, best_within, make_problem
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Taste, Weights
 from lowtide._simulate.remade import Remade, remade
@@ -110,6 +110,7 @@ def attempt(
         task.limit,
         slacks=SLACKS if thorough else SLACKS[1:2],
         orders=(True, False) if thorough else (True,),
+        rounds=ROUNDS if thorough else 0,
     )
     outcome = trial.outcome
     if outcome.peak_bytes > task.limit or outcome.seconds > most_seconds:

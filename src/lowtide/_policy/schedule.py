@@ -161,8 +161,11 @@ def _release_later(
     limit: int,
     grid: Grid,
 ) -> None:
-    """Release as late as the copy out ends where there is room."""
-    for k in sorted(range(len(chosen)), key=lambda k: chosen[k].after):
+    """Release as late as the copy out ends where there is room: first those copied out last.
+
+    Copies out are made in order, so who waits for one of them waits for all before it.
+    """
+    for k in sorted(range(len(chosen)), key=lambda k: -chosen[k].after):
         latest = min(fetches[k], ideal[k])
         if latest > releases[k]:
             ops = ops_between(releases[k], latest, grid.count)
