@@ -13,7 +13,7 @@ from lowtide._analyze.load import find_peak, load_curve
 from lowtide._check import find_flaw
 from lowtide._ir import Drop, Hold, Link, Machine, OpIndex, Remake, Rerun, Trace, ValueId
 from lowtide._machine.link import line
-from lowtide._policy.autoswap import CannotFit
+from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.bound import least_recompute_seconds
 from lowtide._policy.candidates import Reach, candidates
 from lowtide._policy.ground import Ground
@@ -302,3 +302,16 @@ def test_what_has_no_bytes_is_always_there() -> None:
     assert run_remakes(trace, plan.remakes).peak_bytes <= 300
     step = remade(trace, plan.remakes)
     assert find_flaw(step.trace) is None
+
+
+@pytest.mark.parametrize(("states", "speed", "limit"), [(6, 2.0, 30), (8, 5.0, 40), (12, 5.0, 30)])
+def test_it_is_no_slower_than_swapping_alone(states: int, speed: float, limit: int) -> None:
+    """Where nothing can be made again: what an optimizer has, which comes and goes as it steps."""
+    lines = ["device cuda:0", *(f"have s{i}:10 | state" for i in range(states))]
+    lines += ["f -> h:20 | 6s", "b h -> g:1 | 6s backward"]
+    lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(states)]
+    trace = parse("\n".join(lines) + "\n")
+    machine = Machine("test", 1 << 40, 1 << 40, line(0.0, speed), line(0.0, speed))
+    alone = autoswap(trace, machine, limit=limit, reach=Reach.ALL, smallest=1)
+    both = tide(trace, machine, limit=limit, seconds=0.2, smallest=1)
+    assert both.seconds <= alone.seconds + 1e-9

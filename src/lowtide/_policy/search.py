@@ -163,7 +163,7 @@ class Search:
     def _swap(self, problem: Problem, until: float, *, guided: bool) -> None:
         """Try to swap more and more."""
         peak, limit = problem.plain_peak, self._task.limit
-        alone = [plain_score(problem, name, limit) for name in ("swdoa", "doa", "vote")]
+        alone = [plain_score(problem, name, limit) for name in ("swdoa", "doa", "vote", "lead")]
         beside = [_dear(problem, self._ground), None]
         for share, orders in ((1.0, alone), *((share, beside) for share in _SHARES)):
             aim = round(peak - share * (peak - limit))
@@ -179,7 +179,8 @@ class Search:
                     if not swaps:
                         continue
                     choice = Choice() if orders is alone else self._choice
-                    self._try(replace(choice, swaps=swaps))
+                    thorough = orders is alone and within == limit  # as autoswap would
+                    self._try(replace(choice, swaps=swaps), thorough=thorough)
                     if guided and orders is beside:
                         self._guide(swaps, min(until, now + (until - now) / 4))
                     elif self.best is None:
