@@ -36,11 +36,12 @@ def test_it_is_trimmed_once_steps_have_followed_a_new_plan() -> None:
         (script,) = tide._budgeted._driver.following.scripts
     assert script.below_bytes > 0
     slab, below = Slab(), Below()
-    below.prepare(slab, [script])
+    below.prepare(slab, [script], script)
     larger = replace(script, below_bytes=2 * script.below_bytes, seconds=type(script.seconds)())
-    below.prepare(below.tier, [script, larger])
+    below.prepare(below.tier, [script, larger], larger)
     assert slab.prepared == [script.below_bytes, larger.below_bytes]
     for _ in range(4):
+        below.followed(script, [script, larger])  # it is not the new one's turn
         larger.seconds.append(1.0)
         below.followed(larger, [script, larger])
         assert slab.trimmed == [larger.below_bytes] * (len(larger.seconds) > 1)

@@ -10,14 +10,23 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from lowtide._ir import Kind, OpIndex, Plan, Swap, ValueId
 from lowtide._runtime.swap import optimizers
 from lowtide._runtime.swap.file_tier import FileTier
+from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.pieces import step_once
-from lowtide._runtime.swap.script import BEGIN, STEPPING, Observed, write_script
+from lowtide._runtime.swap.script import BEGIN, STEPPING, Act, Action, Observed, write_script
 from lowtide._trace.text import parse
 
 COUNT, BYTES = 8, 4096  # weights, and of each; two of them are a piece, with four times its state
 PIECE = 4 * BYTES
 AWAY = 2  # the piece with state that is elsewhere
+STEP = """
+    device cuda:0
+    have s:16384 | state
+    have t:16384 | state
+    f x:8192     -> h:40960
+    b h          -> g:8192 | backward
+    o g s        -> s      | optimizer
+"""
 
 
 def make() -> tuple[list[nn.Parameter], Optimizer]:
@@ -48,6 +57,7 @@ def tier() -> Iterator[FileTier]:
         (4 * PIECE + 64, False, []),
         (4 * PIECE + 64, True, [4]),
         (2 * PIECE + 64, True, [4]),
+        (2 * PIECE, False, [2, 2, 2]),  # counted as a whole: each also has a number of its steps
     ],
 )
 def test_pieces_that_are_here_step_at_once(
@@ -71,7 +81,9 @@ def test_pieces_that_are_here_step_at_once(
     known.admit(known.movable())
 
     def stepping(some: Optimizer, _args: object, _kwargs: object) -> None:
-        known.step(some, (), whole=False, together=lambda: most)
+        known.step(
+            some, (), whole=False, together=lambda code: most if code == events[-1] + 1 else 0
+        )
 
     hook = register_optimizer_step_pre_hook(stepping)
     try:
@@ -90,19 +102,51 @@ def test_pieces_that_are_here_step_at_once(
     assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
 
 
-def test_what_steps_at_once_has_room_below_the_planned_peak() -> None:
-    """Where state is away meanwhile, there is more; a step makes up to twice its state."""
-    step = parse("""
-        device cuda:0
-        have s:16384 | state
-        have t:16384 | state
-        f x:8192     -> h:40960
-        b h          -> g:8192 | backward
-        o g s        -> s      | optimizer
-    """)
+def test_what_cannot_move_counts_as_well(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step makes as much of it: small state, of which no cell knows."""
+    weights, optimizer = make()
+    train(weights, optimizer)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        optimizers, "step_once", lambda some: seen.append(len(some.param_groups[0]["params"]))
+    )
+    known = Optimizers(lambda _: tier, lambda _: None, smallest=2 * BYTES, piece_bytes=PIECE + 64)
+    known.know(optimizer)
+    known.admit(known.movable())
+    assert not known.cells
+
+    def stepping(some: Optimizer, _args: object, _kwargs: object) -> None:
+        known.step(some, (), whole=False, together=lambda _: 3 * PIECE)
+
+    hook = register_optimizer_step_pre_hook(stepping)
+    try:
+        train(weights, optimizer)
+    finally:
+        hook.remove()
+    assert seen == [4]
+
+
+def test_only_with_the_event_that_is_expected_do_pieces_step_at_once() -> None:
+    """With another one another script may take over, and move what has not stepped yet."""
+    following = Follower(lambda _action, _waits: True)
+    script = write_script(observed_step(), Plan((), 65536, 1.0, 65536, 1.0))
+    assert script.together > 0
+    following.add(script)
+    following.begin()
+    assert following.next(BEGIN) == ()
+    assert following.together(STEPPING) == script.together
+    assert following.together(STEPPING + 1) == 0
+    script.actions[1] = (Action(Act.LEAVE, -1),)
+    assert following.together(STEPPING) == 0
+    script.actions[1] = ()
+    following.next(STEPPING)
+    assert following.together(STEPPING + 1) == 0, "it has no more events"
+
+
+def observed_step() -> Observed:
+    step = parse(STEP)
     states = [ValueId(i) for i, value in enumerate(step.values) if value.kind is Kind.STATE]
-    other = next(i for i in states if step.values[i].storage == 1)
-    observed = Observed(
+    return Observed(
         trace=step,
         codes=(BEGIN, STEPPING),
         positions=(OpIndex(0), OpIndex(2)),
@@ -111,6 +155,13 @@ def test_what_steps_at_once_has_room_below_the_planned_peak() -> None:
         held={},
         numbers=(-1, -1, -1),
     )
+
+
+def test_what_steps_at_once_has_room_below_the_planned_peak() -> None:
+    """Where state is away meanwhile, there is more; a step makes up to twice its state."""
+    observed = observed_step()
+    values = observed.trace.values
+    other = next(value for value in observed.states if values[value].storage == 1)
 
     def together(swaps: tuple[Swap, ...], peak: int) -> int:
         return write_script(observed, Plan(swaps, peak, 1.0, peak, 1.0)).together

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import threading
 
 import pytest
 
@@ -59,6 +60,15 @@ def test_less_than_a_page_is_left_alone() -> None:
     before = resident(memory)  # with what lies beside it
     assert populate(address_of(memory) + 1, PAGE)
     assert resident(memory) == before
+
+
+def test_where_no_thread_can_be_started_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert not populate(address_of(memory), len(memory))
 
 
 def test_a_system_that_refuses_says_so() -> None:

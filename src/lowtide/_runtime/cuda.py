@@ -327,9 +327,9 @@ class CudaPlace:
     def _relocate(self, device: int, wanted: Callable[[int], bool]) -> None:
         """Allocate anew what lies at such addresses, as far as there is memory.
 
-        One arena, home or segment after the other, each given back when it is empty: else what is
-        moved next would lie in it, and keep it. Where there is no room beside the others, they all
-        wait in main memory, and go first.
+        One arena or home after the other, each given back when it is empty: else what is moved next
+        would lie in it, and keep it. What lies in segments comes last. Where there is no room
+        beside the others, they all wait in main memory, and go first.
         """
         if self._fixed_addresses(device):
             return

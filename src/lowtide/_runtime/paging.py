@@ -25,6 +25,7 @@ _Found = npt.NDArray[np.int64]
 
 _FOREVER = np.iinfo(np.int64).max
 _SECONDS = 0.5  # for the layout of what is odd
+_MANY = 4000  # blocks: to place more by their length takes too long between steps
 _FEW = 16  # pages; and a block may waste one part in so many
 _SPARE, _SPARE_PAGES = (
     1.02,
@@ -80,6 +81,8 @@ def plan_pages(
     some = min(most, int(_SPARE * load) + _SPARE_PAGES)
     best: _Placed | None = None
     for count, by_length in ((some, False), (most, False), (most, True)):
+        if by_length and len(large) > _MANY:
+            break
         placed = _place(step, large, own, crowded, packing, page, count, by_length=by_length)
         if best is None or placed.left_out < best.left_out:
             best = placed

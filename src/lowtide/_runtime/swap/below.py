@@ -11,25 +11,24 @@ _SETTLED = 2  # steps by a plan, and all that it moves is where it says
 class Below:
     """Where a plan takes the place of another, what lies below by the old one is in its way.
 
-    So it may have to grow for a step or two, and is trimmed then: once, since where it grows again
-    it is needed.
+    So it may have to grow for a step or two, and what it grew by is given back then: once, since
+    where it grows again that is needed.
     """
 
     def __init__(self) -> None:
         self.tier: Tier | None = None
-        self._untrimmed = False
+        self._new: Script | None = None  # after which it is to be trimmed
 
-    def prepare(self, tier: Tier | None, scripts: Sequence[Script]) -> None:
-        """For these."""
-        self.tier = tier
-        self._untrimmed = tier is not None
+    def prepare(self, tier: Tier | None, scripts: Sequence[Script], new: Script) -> None:
+        """For these, of which one is new."""
+        self.tier, self._new = tier, new
         if tier is not None:
             tier.prepare(_needed(scripts))
 
     def followed(self, script: Script, scripts: Sequence[Script]) -> None:
         """A step has gone by one of them."""
-        if self._untrimmed and len(script.seconds) >= _SETTLED:
-            self._untrimmed = False
+        if script is self._new and len(script.seconds) >= _SETTLED:
+            self._new = None
             if self.tier is not None:
                 self.tier.trim(_needed(scripts))
 

@@ -374,9 +374,10 @@ class Driver:
         if self.following.know(observed.codes) or not observed.trace.ops:
             return
         observed = replace(observed, asked=self._pace.of(observed.codes))
-        self.following.add(write_script(observed, self._make_plan(observed, None)))
+        new = write_script(observed, self._make_plan(observed, None))
+        self.following.add(new)
         tier = self._tier(torch.device(observed.trace.device))
-        self._below.prepare(tier, self.following.scripts)
+        self._below.prepare(tier, self.following.scripts, new)
 
     def shrink(self, less: int) -> bool:
         """Plan steps like the last anew, to hold so much less. False: was done, or cannot be."""
@@ -386,7 +387,7 @@ class Driver:
             return False
         self._natively.halt()
         self.following.replace(old, new)
-        self._below.prepare(self._below.tier, self.following.scripts)
+        self._below.prepare(self._below.tier, self.following.scripts, new)
         return True
 
     def _unlearn(self) -> None:

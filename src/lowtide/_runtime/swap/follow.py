@@ -104,10 +104,13 @@ class Follower:
         """Whether optimizers step as a whole, in a step like this one."""
         return self.agrees and self.script is not None and self.script.steps_whole
 
-    def together(self) -> int:
-        """Bytes of state that may step at once, if nothing is to be done with the next event."""
+    def together(self, code: int) -> int:
+        """Bytes of state that may step at once, if `code` is the next event and nothing is done.
+
+        With any other, another script may take over, and do what it has to.
+        """
         script, at = self.script, len(self.codes)
-        if script is None or not self.agrees or self.late or at >= len(script.actions):
+        if script is None or not self.agrees or self.late or script.codes[at : at + 1] != (code,):
             return 0
         return 0 if script.actions[at] else script.together
 

@@ -18,6 +18,7 @@ from lowtide._runtime.swap.pieces import (
     narrow_once,
     only,
     pieces_of,
+    state_bytes,
     step_once,
     widen,
 )
@@ -51,6 +52,7 @@ class Optimizers:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self._pieces: dict[int, list[Piece]] = {}
+        self._sizes: dict[int, tuple[list[Piece], list[int]]] = {}
         self._stepping: set[int] = set()  # those that do so as a whole
         self._others: set[int] = set()  # those that are not what they were
         self.cells: list[StateCell] = []
@@ -140,14 +142,14 @@ class Optimizers:
         *,
         whole: bool,
         first: bool = False,
-        together: Callable[[], int] = lambda: 0,
+        together: Callable[[int], int] = lambda _: 0,
     ) -> bool:
         """It is about to step: have its state, or do its step here but for the last piece.
 
         With `whole` it only looks like a step in pieces; with `first` there may be pieces before
         there is state. Pieces that are here step at once with those before as long as that is no
-        more bytes of state than `together` says then. False: its parameters are not those of
-        before, so plans are of no use any more.
+        more bytes of state than `together` says of the next event. False: its parameters are not
+        those of before, so plans are of no use any more.
         """
         widen(optimizer)
         number = self._number(optimizer)
@@ -176,25 +178,36 @@ class Optimizers:
             self._stepping.add(number)
             return same
         now: list[Piece] = []  # that step at once
-        held = 0  # bytes of state in them
+        held = 0  # bytes of state that is theirs
         for i, piece in enumerate(pieces):
-            self._event(STEPPING + number * MOST_PIECES + i)
+            code = STEPPING + number * MOST_PIECES + i
+            self._event(code)
             for cell in self._in(number, i):
                 cell.have()
-                held += cell.bytes
             now.append(piece)
             if i + 1 == len(pieces):
                 narrow_once(optimizer, joined(now))  # PyTorch goes on with the last ones
-            elif not self._is_still(self._in(number, i + 1), together() - held):
-                with only(optimizer, joined(now)):
-                    step_once(optimizer)
-                now, held = [], 0
+                break
+            most = together(code + 1)
+            if most:
+                sizes = self._sizes_of(optimizer, number, pieces)
+                held += sizes[i]
+                cells = self._in(number, i + 1)
+                still = all(cell.state is State.HERE for cell in cells)
+                if still and held + sizes[i + 1] <= most:
+                    continue
+            with only(optimizer, joined(now)):
+                step_once(optimizer)
+            now, held = [], 0
         return same
 
-    def _is_still(self, cells: Sequence[StateCell], most: int) -> bool:
-        """Whether they are all here, and no more than so many bytes."""
-        still = all(cell.state is State.HERE for cell in cells)
-        return still and 0 < sum(cell.bytes for cell in cells) <= most
+    def _sizes_of(self, optimizer: Optimizer, number: int, pieces: list[Piece]) -> list[int]:
+        """Bytes of state in each piece, looked at once."""
+        known = self._sizes.get(number)
+        if known is None or known[0] is not pieces:
+            sizes = [state_bytes(optimizer, piece) for piece in pieces]
+            known = self._sizes[number] = pieces, sizes
+        return known[1]
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Its step is over."""
@@ -310,6 +323,7 @@ class Optimizers:
         """Refer to none any more."""
         self._known.clear()
         self._pieces.clear()
+        self._sizes.clear()
 
     def _in(self, number: int, piece: int) -> list[StateCell]:
         return [cell for cell in self._of(number) if cell.piece == piece]

@@ -142,6 +142,11 @@ def step_once(optimizer: Optimizer) -> None:
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
+def state_bytes(optimizer: Optimizer, piece: Piece) -> int:
+    """Of all of its parameters, whether it can move or not."""
+    return sum(_state_bytes(optimizer, parameter) for group in piece for parameter in group)
+
+
 def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     state = optimizer.state.get(parameter)
     if not state:

@@ -49,9 +49,6 @@ class _Way:
         self.waited: dict[int, int] = {}  # for how many of them, by the stream that did
         self.caught_up = 0  # the paused stream that it has waited for, or 0
 
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
 
 class _StreamCopy:
     __slots__ = ("_event", "_number", "_tier", "_way")
@@ -107,8 +104,7 @@ class PinnedTier:
             while self._chunks and self._chunks[-1].start >= rounded_place(count):
                 if not self._ranges.shrink(self._chunks[-1].start):
                     return
-                self._out.synchronize()  # what was copied last has been waited for by the device
-                self._back.synchronize()
+                self._settle()
                 self._chunks.pop().close()
 
     def take(self, count: int, at: int | None = None) -> Place | None:
@@ -163,12 +159,15 @@ class PinnedTier:
     def _drop(self) -> None:
         if not self._chunks:
             return
-        self._out.synchronize()
-        self._back.synchronize()
+        self._settle()
         for chunk in self._chunks:
             chunk.close()
         self._chunks = []
         self._ranges = Ranges()
+
+    def _settle(self) -> None:
+        """Copies have been waited for, and views looked at, by the device only."""
+        torch.cuda.synchronize(self._device)
 
     def give(self, place: Place) -> None:
         """Free for another: copies one way go in order, and both ways have been waited for."""

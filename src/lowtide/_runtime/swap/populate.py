@@ -2,7 +2,8 @@
 
 The system gives a page when it is first touched, and clears it then. To page-lock memory touches
 all of it, in one thread, a small page at a time: 1.6 GB a second. Here several threads do, by
-large pages where there are any; what comes of it is the same, and if it fails nothing has happened.
+large pages where there are any. If that fails, or in part, nothing is lost: who locks them touches
+the rest.
 """
 
 import ctypes
@@ -25,16 +26,19 @@ def populate(address: int, size: int) -> bool:
         return True
     try:
         advise = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # it is no Linux
         return False
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     advise(start, end - start, _HUGE_PAGES)  # or small ones
     first = -(-start // _HUGE) * _HUGE  # no portion ends within a large page
     edges = [start, *range(first + _PORTION, end, _PORTION), end]
-    with ThreadPoolExecutor(_threads(), "lowtide-pages") as pool:
-        failed = list(
-            pool.map(lambda at, to: advise(at, to - at, _POPULATE), edges[:-1], edges[1:])
-        )
+    try:
+        with ThreadPoolExecutor(_threads(), "lowtide-pages") as pool:
+            failed = list(
+                pool.map(lambda at, to: advise(at, to - at, _POPULATE), edges[:-1], edges[1:])
+            )
+    except RuntimeError:  # no thread can be started
+        return False
     return not any(failed)
 
 
