@@ -163,8 +163,29 @@ def test_what_moves_goes_one_after_the_other_and_all_at_once_where_there_is_no_r
     monkeypatch.setattr(torch.UntypedStorage, "clone", short)
     place: Any = object.__new__(CudaPlace)
     place._library = device
+    place.core = SimpleNamespace(base=lambda _: 0)
     place._movable = lambda _: storages
     place._fixed_addresses = lambda _: False
     place._relocate(0, lambda _: True)
     assert len(device.exchanged) == room
     assert {s._cdata: bytes(s.tolist()) for s in storages} == before
+
+
+def test_what_was_emptied_is_given_back_before_others_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would lie in it, and keep it: two arenas, whose blocks lie here and there."""
+    storages = [torch.full((64,), i, dtype=torch.uint8).untyped_storage() for i in range(4)]
+    arena = {storage.data_ptr(): 1000 * (1 + i % 2) for i, storage in enumerate(storages)}
+    happened: list[int] = []
+    place: Any = object.__new__(CudaPlace)
+    place.core = SimpleNamespace(base=arena.__getitem__)
+    place._movable = lambda _: storages
+    place._fixed_addresses = lambda _: False
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append(0))
+
+    def exchange(storage: torch.UntypedStorage) -> bool:
+        happened.append(arena[storage.data_ptr()])
+        return True
+
+    place._exchange = exchange
+    place._relocate(0, lambda _: True)
+    assert happened == [0, 2000, 2000, 0, 1000, 1000, 0]

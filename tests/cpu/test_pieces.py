@@ -139,6 +139,9 @@ def test_only_with_the_event_that_is_expected_do_pieces_step_at_once() -> None:
     script.actions[1] = (Action(Act.LEAVE, -1),)
     assert following.together(STEPPING) == 0
     script.actions[1] = ()
+    following.late = [Action(Act.RELEASE, -1)]
+    assert following.together(STEPPING) == 0
+    following.late = []
     following.next(STEPPING)
     assert following.together(STEPPING + 1) == 0, "it has no more events"
 

@@ -35,11 +35,14 @@ def plan_of(tide: Tide) -> lowtide._ir.Plan:
 
 
 @pytest.mark.parametrize("late", ["nothing", "out", "back", "compute", "all"])
-@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("lies", ["anywhere", "in an arena", "in pages"])
 def test_windows_held_open_change_no_bit(
-    late: str, pool: bool, monkeypatch: pytest.MonkeyPatch
+    late: str, lies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stream held up in turn: a wait that is missing would show."""
+    pool = lies != "anywhere"
+    if lies == "in pages":
+        monkeypatch.setattr(budgeting, "_LEAST_PAGED", 0)
     model, optimizer = make()
     plain = losses(model, optimizer, 12)
     weights = [p.detach().clone() for p in model.parameters()]
@@ -48,6 +51,8 @@ def test_windows_held_open_change_no_bit(
     hold_open(late, monkeypatch)
     with lowtide.fit(model, optimizer, policy="autoswap", budget=0.3, pool=pool) as tide:
         found = losses(model, optimizer, 12)
+        if lies == "in pages":
+            assert tide._place is not None and tide._place.core.count(0).page_bytes > 0
     assert len(plan_of(tide).swaps) > 20
     assert any(swap.until >= swap.after + 1 for swap in plan_of(tide).swaps)
     assert found == plain

@@ -3,7 +3,7 @@
 The system gives a page when it is first touched, and clears it then. To page-lock memory touches
 all of it, in one thread, a small page at a time: 1.6 GB a second. Here several threads do, by
 large pages where there are any. If that fails, or in part, nothing is lost: who locks them touches
-the rest.
+the rest. (On a machine with several memories, pages come from those that the threads are near to.)
 """
 
 import ctypes
