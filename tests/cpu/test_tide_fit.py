@@ -49,7 +49,12 @@ def test_every_value_that_was_made_again_is_what_it_was(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("name", "share"), [("odd", 0.6), ("rnn", 0.5), ("bert", 0.6)])
-def test_the_peak_is_what_was_planned(name: str, share: float, tmp_path: Path) -> None:
+def test_the_peak_is_what_was_planned(
+    name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As long as a search takes to settle, also on a busy machine: after the tenth of a second that
+    # other tests give it, one of six plans there held up to 5 % more than planned.
+    monkeypatch.setattr(plans, "_SECONDS", 0.6)
     budget = int(share * max(plain(name).peaks))
     job = JOBS[name]()
     with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
