@@ -2,15 +2,20 @@
 
 from collections.abc import Iterator
 
+import moving
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+import lowtide
 from lowtide._ir import Kind, OpIndex, Plan, Swap, ValueId
+from lowtide._runtime import budget as budgeting
 from lowtide._runtime.swap import optimizers
+from lowtide._runtime.swap import script as script_module
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import Follower
+from lowtide._runtime.swap.modes import Mode
 from lowtide._runtime.swap.optimizers import Optimizers
 from lowtide._runtime.swap.pieces import step_once
 from lowtide._runtime.swap.script import BEGIN, STEPPING, Act, Action, Observed, write_script
@@ -174,3 +179,34 @@ def test_what_steps_at_once_has_room_below_the_planned_peak() -> None:
     assert together((), held - 1) == 0
     away = Swap(other, OpIndex(0), OpIndex(1), OpIndex(3), OpIndex(3))
     assert together((away,), 65536) == (65536 - held + 16384) // 2
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("peak", "joins"), [(1, False), (1 << 40, True)])
+def test_in_a_loop_the_plan_says_what_steps_at_once(
+    peak: int, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing moves, and an optimizer steps in pieces, as it always does before there is a plan."""
+    plain, optimizer = moving.make()
+    moving.train(plain, optimizer, 9)
+    plan = Plan((), peak, 1.0, peak, 1.0)
+    monkeypatch.setattr(budgeting, "plan_by_swapping", lambda *_, **__: plan)
+    monkeypatch.setattr(script_module, "_steps_whole", lambda *_: False)
+    calls: list[int] = []
+
+    def step(some: Optimizer) -> None:
+        calls[-1] += 1
+        step_once(some)
+
+    monkeypatch.setattr(optimizers, "step_once", step)
+    net, optimizer = moving.make()
+    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.9) as tide:
+        for _ in range(9):
+            calls.append(0)
+            moving.train(net, optimizer, 1)
+        modes = moving.modes(tide)
+    assert moving.same(net, plain)
+    parted = max(calls)
+    assert parted > 1 and Mode.TRACED in modes and Mode.PLANNED in modes
+    for mode, count in list(zip(modes, calls, strict=True))[2:]:  # until then there is no state
+        assert count == (0 if joins and mode is Mode.PLANNED else parted)

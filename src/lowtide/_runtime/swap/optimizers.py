@@ -274,6 +274,7 @@ class Optimizers:
 
     def admit(self, tensors: Sequence[Movable]) -> None:
         """A cell for each."""
+        self._sizes.clear()  # of state that was there before
         for tensor, owner, piece in tensors:
             tier = self._tier(tensor.device)
             assert tier is not None
