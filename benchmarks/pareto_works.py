@@ -180,17 +180,7 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
             TURN.lend_during(who, "_plan", torch.cuda.synchronize)
         step()
         first = look()
-        script, replayed = None, 0  # the last plan, and what had been laid out before it
-        for _ in range(PATIENCE - 1):
-            pool = fitted._pool
-            now = 0 if pool is None else pool.summary().replayed
-            if planned.following.script is not script:
-                script, replayed = planned.following.script, now
-            if planned.is_steady() and now - replayed >= FOLLOWED:
-                break
-            if planned.modes and planned.modes[-1] == "loose":
-                break
-            step()
+        settle(fitted, step)
         before = budgeted.dynamic_summary()
         times = timed(step)
         after = budgeted.dynamic_summary()
@@ -208,6 +198,22 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
             "steps_before": len(planned.modes),
             "summary": fitted.summary(),
         }
+
+
+def settle(fitted: Any, step: Step) -> None:
+    """Until steps go by their last plan, and lie where they are planned to."""
+    planned = fitted._budgeted._dynamic.planned
+    script, replayed = None, 0  # the last plan, and what had been laid out before it
+    for _ in range(PATIENCE - 1):
+        pool = fitted._pool
+        now = 0 if pool is None else pool.summary().replayed
+        if planned.following.script is not script:
+            script, replayed = planned.following.script, now
+        if planned.is_steady() and now - replayed >= FOLLOWED:
+            break
+        if planned.modes and planned.modes[-1] == "loose":
+            break
+        step()
 
 
 def stopwatch(of: Any, name: str) -> list[float]:

@@ -1,0 +1,150 @@
+"""What a profiler saw a GPU do -> where the time of a step goes that it takes longer than another.
+
+The stream that computes runs one kernel after the other; between two of them it waits, for the
+host, which had not asked for the next one yet, or for a copy. So a step's time is that of its
+kernels, and of both ways to wait. Kernels that another step has as well, in the same order, are
+compared one by one, by what was copied meanwhile.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_COMPUTES = ("kernel", "gpu_memset")
+_CALLS = ("cuda_runtime", "cuda_driver")
+_WAYS = {"DtoH": "out", "HtoD": "in"}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Something that the device did, in seconds of its clock."""
+
+    name: str
+    begin: float
+    end: float
+    asked: float  # when the host had asked for it
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Some that were profiled: of the stream that computes, and the copies beside it."""
+
+    count: int
+    ran: Sequence[Ran]
+    copies: Mapping[str, Sequence[Ran]]  # by way: "out", "in"
+
+
+def read_steps(events: Iterable[Mapping[str, Any]], count: int) -> Steps:
+    """Of a Chrome trace as PyTorch's profiler writes it."""
+    asked: dict[int, float] = {}
+    streams: dict[Any, list[Ran]] = defaultdict(list)
+    copies: dict[str, list[Ran]] = {"out": [], "in": []}
+    some = [event for event in events if event.get("ph") == "X"]
+    for event in some:
+        if event.get("cat") in _CALLS:
+            asked[event["args"].get("correlation", -1)] = (event["ts"] + event["dur"]) / 1e6
+    for event in some:
+        kind, args = event.get("cat"), event.get("args", {})
+        if kind != "gpu_memcpy" and kind not in _COMPUTES:
+            continue
+        begin = event["ts"] / 1e6
+        ran = Ran(
+            event["name"],
+            begin,
+            begin + event["dur"] / 1e6,
+            asked.get(args.get("correlation", -1), begin),
+        )
+        way = next((_WAYS[one] for one in _WAYS if one in event["name"]), None)
+        if kind == "gpu_memcpy" and way is not None:
+            copies[way].append(ran)
+        else:
+            streams[args.get("stream")].append(ran)
+    busiest = max(streams.values(), key=lambda ran: sum(one.end - one.begin for one in ran))
+    for row in (busiest, *copies.values()):
+        row.sort(key=lambda one: one.begin)
+    return Steps(count, busiest, copies)
+
+
+def spent(steps: Steps) -> dict[str, float]:
+    """The seconds of a step by what they are for, and of what is copied beside it."""
+    late = waits = 0.0
+    for before, after in zip(steps.ran, steps.ran[1:], strict=False):
+        gap = max(0.0, after.begin - before.end)
+        behind = min(gap, max(0.0, after.asked - before.end))
+        late += behind
+        waits += gap - behind
+    busy = sum(one.end - one.begin for one in steps.ran)
+    parts = {"kernels": busy, "host": late, "waits": waits}
+    parts |= {way: sum(one.end - one.begin for one in steps.copies[way]) for way in ("out", "in")}
+    return {name: seconds / steps.count for name, seconds in parts.items()}
+
+
+def by_copies(plain: Steps, other: Steps) -> dict[str, dict[str, float]]:
+    """Kernels that both have, as often: the seconds of a plain step, and how much slower they are.
+
+    By what was copied during most of it: nothing, out, in, both ways.
+    """
+    shadows = {way: _Shadow(other.copies[way]) for way in ("out", "in")}
+    first, second = _by_name(plain), _by_name(other)
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name in first.keys() & second.keys():
+        if len(first[name]) * other.count != len(second[name]) * plain.count:
+            continue
+        each = len(first[name]) // plain.count
+        typical = [0.0] * each
+        for at, one in enumerate(first[name]):
+            typical[at % each] += (one.end - one.begin) / plain.count
+        for at, one in enumerate(second[name]):
+            ways = [way for way in shadows if shadows[way].covers(one)]
+            entry = sums["+".join(ways) or "nothing"]
+            entry[0] += typical[at % each] / other.count
+            entry[1] += (one.end - one.begin) / other.count
+    return {
+        ways: {"plain_seconds": one, "slower": other / one - 1}
+        for ways, (one, other) in sorted(sums.items())
+    }
+
+
+def by_name(plain: Steps, other: Steps, most: int = 12) -> list[dict[str, Any]]:
+    """The kernels whose time differs most."""
+    first, second = _by_name(plain), _by_name(other)
+    rows: list[dict[str, Any]] = []
+    for name in first.keys() | second.keys():
+        rows.append(
+            {
+                "name": name,
+                "plain_calls": len(first[name]) / plain.count,
+                "calls": len(second[name]) / other.count,
+                "plain_seconds": sum(one.end - one.begin for one in first[name]) / plain.count,
+                "seconds": sum(one.end - one.begin for one in second[name]) / other.count,
+            }
+        )
+    rows.sort(key=lambda row: -abs(row["seconds"] - row["plain_seconds"]))
+    return rows[:most]
+
+
+def _by_name(steps: Steps) -> dict[str, list[Ran]]:
+    found: dict[str, list[Ran]] = defaultdict(list)
+    for one in steps.ran:
+        found[one.name].append(one)
+    return found
+
+
+class _Shadow:
+    """Of copies in one direction, which do not overlap."""
+
+    def __init__(self, copies: Sequence[Ran]) -> None:
+        self._copies = copies
+        self._ends = [one.end for one in copies]
+
+    def covers(self, ran: Ran) -> bool:
+        """Whether most of it has one beside it."""
+        beside = 0.0
+        for at in range(bisect_left(self._ends, ran.begin), len(self._copies)):
+            one = self._copies[at]
+            if one.begin >= ran.end:
+                break
+            beside += min(one.end, ran.end) - max(one.begin, ran.begin)
+        return beside > (ran.end - ran.begin) / 2
