@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import Steps, by_copies, by_name, read_steps, spent
+from kernels import (
+    Steps,
+    by_call,
+    by_copies,
+    by_gap,
+    by_name,
+    longest_gaps,
+    read_steps,
+    spent,
+)
 from machine import machine_facts
 from pareto_works import WORKS, build, settle, step_of
 from swap import WARM, learn, plain_times, timed
@@ -65,6 +74,9 @@ def compare(name: str, policy: str, budget: str) -> dict[str, Any]:
         "other": spent(other),
         "by_copies": by_copies(plain, other),
         "by_name": by_name(plain, other),
+        "by_call": by_call(plain, other),
+        "by_gap": {"plain": by_gap(plain), "other": by_gap(other)},
+        "longest_gaps": longest_gaps(other),
         "summary": tide.summary(),
     }
 
@@ -97,7 +109,18 @@ def show(case: str, row: dict[str, Any]) -> None:
             f"  beside {ways:8} {one['plain_seconds'] * 1e3:8.2f} ms of kernels"
             f" {one['slower']:+.2%}"
         )
-    for one in row["by_name"]:
+    for one, other in zip(row["by_gap"]["plain"], row["by_gap"]["other"], strict=True):
+        print(
+            f"  waits from {one['from_seconds'] * 1e6:5.0f} us"
+            f" {one['times']:6.0f} -> {other['times']:6.0f}"
+            f" {one['seconds'] * 1e3:8.2f} -> {other['seconds'] * 1e3:8.2f} ms"
+        )
+    for one in row["longest_gaps"]:
+        print(
+            f"  gap at {one['at'] * 1e3:8.2f} ms of {one['seconds'] * 1e3:7.3f} ms,"
+            f" host {one['host'] * 1e3:7.3f}, before {one['before'][:70]}"
+        )
+    for one in (*row["by_call"], *row["by_name"]):
         print(
             f"  {one['plain_calls']:6.0f} -> {one['calls']:6.0f} calls"
             f" {one['plain_seconds'] * 1e3:8.2f} -> {one['seconds'] * 1e3:8.2f} ms"

@@ -8,12 +8,14 @@ compared one by one, by what was copied meanwhile.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _COMPUTES = ("kernel", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
+_GAPS = (1e-3, 1e-4, 1e-5, 0.0)  # seconds
 _WAYS = {"DtoH": "out", "HtoD": "in"}
 
 
@@ -34,6 +36,7 @@ class Steps:
     count: int
     ran: Sequence[Ran]
     copies: Mapping[str, Sequence[Ran]]  # by way: "out", "in"
+    calls: Mapping[str, tuple[int, float]]  # of the host to the driver: how many, seconds
 
 
 def read_steps(events: Iterable[Mapping[str, Any]], count: int) -> Steps:
@@ -41,10 +44,13 @@ def read_steps(events: Iterable[Mapping[str, Any]], count: int) -> Steps:
     asked: dict[int, float] = {}
     streams: dict[Any, list[Ran]] = defaultdict(list)
     copies: dict[str, list[Ran]] = {"out": [], "in": []}
+    calls: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     some = [event for event in events if event.get("ph") == "X"]
     for event in some:
         if event.get("cat") in _CALLS:
             asked[event["args"].get("correlation", -1)] = (event["ts"] + event["dur"]) / 1e6
+            number, seconds = calls[event["name"]]
+            calls[event["name"]] = number + 1, seconds + event["dur"] / 1e6
     for event in some:
         kind, args = event.get("cat"), event.get("args", {})
         if kind != "gpu_memcpy" and kind not in _COMPUTES:
@@ -64,17 +70,59 @@ def read_steps(events: Iterable[Mapping[str, Any]], count: int) -> Steps:
     busiest = max(streams.values(), key=lambda ran: sum(one.end - one.begin for one in ran))
     for row in (busiest, *copies.values()):
         row.sort(key=lambda one: one.begin)
-    return Steps(count, busiest, copies)
+    return Steps(count, busiest, copies, calls)
+
+
+def by_call(plain: Steps, other: Steps, most: int = 10) -> list[dict[str, Any]]:
+    """What the host asks the driver for, a step: the calls whose time differs most."""
+    rows: list[dict[str, Any]] = []
+    for name in plain.calls.keys() | other.calls.keys():
+        first, second = (steps.calls.get(name, (0, 0.0)) for steps in (plain, other))
+        rows.append(
+            {
+                "name": name,
+                "plain_calls": first[0] / plain.count,
+                "calls": second[0] / other.count,
+                "plain_seconds": first[1] / plain.count,
+                "seconds": second[1] / other.count,
+            }
+        )
+    rows.sort(key=lambda row: -abs(row["seconds"] - row["plain_seconds"]))
+    return rows[:most]
+
+
+def by_gap(steps: Steps) -> list[dict[str, Any]]:
+    """How often in a step, and for how long, the stream waits for what was asked for in time."""
+    rows = [{"from_seconds": least, "times": 0.0, "seconds": 0.0} for least in _GAPS]
+    for _, gap, behind in _gaps(steps):
+        waits = gap - behind
+        row = next((one for one in rows if waits >= one["from_seconds"]), rows[-1])
+        row["times"] += 1 / steps.count
+        row["seconds"] += waits / steps.count
+    return rows
+
+
+def longest_gaps(steps: Steps, most: int = 8) -> list[dict[str, Any]]:
+    """The longest of them: when in the profile, and before which kernel."""
+    began = steps.ran[0].begin if steps.ran else 0.0
+    found = sorted(_gaps(steps), key=lambda one: -one[1])[:most]
+    return [
+        {"at": ran.begin - began, "seconds": gap, "host": behind, "before": ran.name}
+        for ran, gap, behind in found
+    ]
+
+
+def _gaps(steps: Steps) -> Iterator[tuple[Ran, float, float]]:
+    """Before each kernel: how long the stream had nothing to do, and of that until it was asked."""
+    for before, after in pairwise(steps.ran):
+        gap = max(0.0, after.begin - before.end)
+        yield after, gap, min(gap, max(0.0, after.asked - before.end))
 
 
 def spent(steps: Steps) -> dict[str, float]:
     """The seconds of a step by what they are for, and of what is copied beside it."""
-    late = waits = 0.0
-    for before, after in zip(steps.ran, steps.ran[1:], strict=False):
-        gap = max(0.0, after.begin - before.end)
-        behind = min(gap, max(0.0, after.asked - before.end))
-        late += behind
-        waits += gap - behind
+    late = sum(behind for _, _, behind in _gaps(steps))
+    waits = sum(gap - behind for _, gap, behind in _gaps(steps))
     busy = sum(one.end - one.begin for one in steps.ran)
     parts = {"kernels": busy, "host": late, "waits": waits}
     parts |= {way: sum(one.end - one.begin for one in steps.copies[way]) for way in ("out", "in")}

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kernels import by_copies, by_name, read_steps, spent
+from kernels import by_call, by_copies, by_gap, by_name, longest_gaps, read_steps, spent
 
 
 def kernel(name: str, begin: float, end: float, asked: float = 0.0) -> list[dict[str, Any]]:
@@ -75,3 +75,19 @@ def test_what_runs_more_often_is_not_called_slower() -> None:
             "seconds": pytest.approx(9e-6),
         }
     ]
+
+
+def test_gaps_are_told_by_their_length_and_the_longest_by_name() -> None:
+    # 2 us for the host, 150 us for a copy
+    events = [*kernel("a", 0, 10), *kernel("b", 12, 20, asked=12), *kernel("c", 170, 180)]
+    steps = read_steps(events, 1)
+    rows = {row["from_seconds"]: row for row in by_gap(steps)}
+    assert rows[1e-4] == pytest.approx({"from_seconds": 1e-4, "times": 1, "seconds": 150e-6})
+    assert rows[0.0] == pytest.approx({"from_seconds": 0.0, "times": 1, "seconds": 0.0})
+    assert [row["before"] for row in longest_gaps(steps, 1)] == ["c"]
+
+
+def test_calls_of_the_host_are_counted() -> None:
+    plain, ours = read_steps(kernel("a", 0, 2), 1), read_steps(kernel("a", 0, 2) * 2, 1)
+    (row,) = by_call(plain, ours)
+    assert (row["name"], row["plain_calls"], row["calls"]) == ("launch", 1, 2)

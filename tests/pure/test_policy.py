@@ -19,7 +19,7 @@ from lowtide._machine.link import line
 from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
 from lowtide._policy.budget import parse_bytes, parse_rate
 from lowtide._policy.candidates import Candidate, Grid, Reach, candidates, make_grid, positions
-from lowtide._policy.problem import best_within, choose, make_problem, plain_score
+from lowtide._policy.problem import PACES, best_within, choose, make_problem, plain_score
 from lowtide._policy.schedule import make_stage, schedule
 from lowtide._policy.scores import aoa, doa, lead, make_clock, swdoa, vote, wdoa
 from lowtide._policy.select import select
@@ -718,3 +718,43 @@ def test_a_schedule_is_made_again_for_the_step_that_came_of_it(states: int, limi
     assert find_bad_swap(trace, again.swaps) is None
     slowly = simulate_slowly(trace, link, again.swaps)
     assert slowly.seconds == pytest.approx(again.outcome.seconds)
+
+
+def test_values_are_back_ahead_of_their_use_where_there_is_room() -> None:
+    trace = chain(6)
+    some = [c for c in candidates(trace, smallest=1) if c.value in (0, 1)]
+    stage = make_stage(trace)
+
+    def fetches(ahead: float) -> dict[int, int]:
+        swaps = schedule(stage, machine(1e3), some, 5000, ahead=ahead)
+        return {swap.value: swap.fetch for swap in swaps}
+
+    assert fetches(0.0) == {0: 10, 1: 9}  # each takes a second
+    assert fetches(1.0) == {0: 9, 1: 8}
+    assert fetches(9.0)[0] == 7  # not while the others are all there
+
+
+def test_what_leaves_does_not_meet_what_comes_back_just_in_time() -> None:
+    """State leaves as soon as it was stepped: copies back must not slow that down."""
+    lines = ["device cuda:0", *(f"have s{i}:10 | state" for i in range(6))]
+    lines += [f"f{i} -> h{i}:10 | 1s" for i in range(6)]
+    lines += [f"b{i} h{i} -> | 2s backward" for i in reversed(range(6))]
+    lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(6)]
+    trace, link, limit = parse("\n".join(lines) + "\n"), machine(5.0, together=0.7), 70
+    problem = make_problem(
+        trace,
+        link,
+        reach=Reach.ALL,
+        held=None,
+        movable=None,
+        positions=None,
+        host_budget=None,
+        smallest=1,
+    )
+    chosen = choose(problem, plain_score(problem, "lead", limit), limit).chosen
+    just_in_time = best_within(problem, chosen, limit, paces=[one for one in PACES if not one[1]])
+    ahead = best_within(problem, chosen, limit)
+    assert just_in_time.outcome.stall_seconds > 0.4
+    assert ahead.outcome.stall_seconds == 0
+    assert ahead.outcome.peak_bytes <= limit
+    assert simulate_slowly(trace, link, ahead.swaps).stall_seconds == pytest.approx(0)

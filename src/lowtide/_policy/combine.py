@@ -39,7 +39,7 @@ def tune_weights(problem: Problem, limit: int, *, trials: int = TRIALS, seed: in
     def cost(trial: optuna.Trial) -> float:
         weights = [trial.suggest_float(name, 0.0, 1.0) for name in _NAMES]
         selection = choose(problem, _sum(ranks, weights), limit)
-        tried = best_within(problem, selection.chosen, limit, slacks=(1.0,), orders=(True,))
+        tried = best_within(problem, selection.chosen, limit, paces=((1.0, 0.0),), orders=(True,))
         # Over the limit is worse than any wait, and the further the worse.
         excess = max(0, selection.peak_bytes - limit) / max(limit, 1)
         return tried.outcome.seconds + 1e3 * excess * (1.0 + tried.outcome.plain_seconds)

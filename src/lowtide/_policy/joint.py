@@ -18,7 +18,7 @@ from lowtide._ir import Kind, Machine, OpIndex, Plan, Remake, Swap, ValueId
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
-from lowtide._policy.problem import ROUNDS, SLACKS, Problem, best_within, make_problem
+from lowtide._policy.problem import ONE_PACE, PACES, ROUNDS, Problem, best_within, make_problem
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Taste, Weights
 from lowtide._simulate.remade import Remade, remade
@@ -108,7 +108,7 @@ def attempt(
         problem,
         _again(problem, step, choice.swaps),
         task.limit,
-        slacks=SLACKS if thorough else SLACKS[1:2],
+        paces=PACES if thorough else ONE_PACE,
         orders=(True, False) if thorough else (True,),
         rounds=ROUNDS if thorough else 0,
     )

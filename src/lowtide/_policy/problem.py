@@ -16,7 +16,11 @@ from lowtide._simulate.outcome import Outcome
 from lowtide._simulate.simulate import Ground, prepare, simulate_on
 
 PLAIN_SCORES = ("doa", "aoa", "wdoa", "swdoa", "vote", "lead")
-SLACKS = (1.0, 1.3, 2.0)  # how much earlier than just in time fetches are tried
+Pace = tuple[float, float]  # slack, and how far ahead, in steps: see `schedule`
+
+# How much earlier than just in time fetches are tried. Where both directions are busy it is late.
+PACES: tuple[Pace, ...] = ((1.0, 0.0), (1.3, 0.0), (2.0, 0.0), (1.0, 0.05), (1.0, 0.1))
+ONE_PACE: tuple[Pace, ...] = ((1.3, 0.0),)
 ROUNDS = 4  # of making a schedule again for what it made of the step
 _WORTH = 0.01  # of a step: of less waiting nothing is to be gained so
 
@@ -116,7 +120,7 @@ def best_within(
     chosen: Sequence[Candidate],
     limit: int,
     *,
-    slacks: Sequence[float] = SLACKS,
+    paces: Sequence[Pace] = PACES,
     orders: Sequence[bool] = (True, False),
     rounds: int = ROUNDS,
 ) -> Trial:
@@ -126,12 +130,12 @@ def best_within(
     and copies that seemed to end too late do not: so it is made again, `rounds` times at most, for
     the step as it came out.
     """
-    best = _fastest(problem, chosen, limit, slacks, orders)
+    best = _fastest(problem, chosen, limit, paces, orders)
     for _ in range(rounds):
         if best.outcome.stall_seconds <= _WORTH * best.outcome.plain_seconds:
             break
         stage = replace(problem.stage, clock=_as_it_came_out(best.outcome))
-        trial = _fastest(replace(problem, stage=stage), chosen, limit, slacks, orders)
+        trial = _fastest(replace(problem, stage=stage), chosen, limit, paces, orders)
         if trial.outcome.seconds >= best.outcome.seconds:
             break
         best = trial
@@ -142,11 +146,11 @@ def _fastest(
     problem: Problem,
     chosen: Sequence[Candidate],
     limit: int,
-    slacks: Sequence[float],
+    paces: Sequence[Pace],
     orders: Sequence[bool],
 ) -> Trial:
     trials = []
-    for slack in slacks:
+    for slack, ahead in paces:
         for fetch_first in orders:
             swaps = schedule(
                 problem.stage,
@@ -154,6 +158,7 @@ def _fastest(
                 chosen,
                 limit,
                 slack=slack,
+                ahead=ahead * problem.clock.period,
                 fetch_first=fetch_first,
             )
             trials.append(try_swaps(problem, swaps))

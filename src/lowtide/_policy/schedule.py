@@ -47,6 +47,7 @@ def schedule(
     limit: int | None,
     *,
     slack: float = 1.0,
+    ahead: float = 0.0,
     fetch_first: bool = True,
 ) -> list[Swap]:
     """When each of `chosen`, best first, leaves and returns; those that need not are left out.
@@ -54,12 +55,14 @@ def schedule(
     Without a limit no op ever waits, as far as copies take `slack` times what the link says. With
     one, the load stays within it if that can be had from `chosen`, and compute waits where it
     must; memory to spare shortens stays, at their ends (`fetch_first`) before their beginnings.
+    There, values are back so many seconds `ahead` of their use. (With slack alone, those wanted
+    first are back much sooner than they must be, and lie in the way of others.)
     """
     grid, clock = stage.grid, stage.clock
     fitting = grid.fit(chosen)
     if limit is None:
         return _without_waits(fitting, clock, grid, machine, slack)
-    return _within(fitting, clock, grid, machine, stage.load, limit, slack, fetch_first)
+    return _within(fitting, clock, grid, machine, stage.load, limit, slack, ahead, fetch_first)
 
 
 def _without_waits(
@@ -99,6 +102,7 @@ def _within(
     load: Curve,
     limit: int,
     slack: float,
+    ahead: float,
     fetch_first: bool,
 ) -> list[Swap]:
     """All away for as long as they can, then back where there is room.
@@ -109,7 +113,7 @@ def _within(
         held = load.copy()
         for candidate in chosen:
             add(held, candidate.earliest, candidate.latest, -candidate.bytes)
-        ideal_fetches = _fetches(chosen, clock, grid, machine, slack)
+        ideal_fetches = _fetches(chosen, clock, grid, machine, slack, ahead)
         ideal_releases = _releases(chosen, ideal_fetches, clock, grid, machine, slack)
         releases: list[int] = [c.earliest for c in chosen]
         fetches: list[int] = [c.latest for c in chosen]
@@ -201,7 +205,12 @@ def _releases(
 
 
 def _fetches(
-    chosen: Sequence[Candidate], clock: Clock, grid: Grid, machine: Machine, slack: float
+    chosen: Sequence[Candidate],
+    clock: Clock,
+    grid: Grid,
+    machine: Machine,
+    slack: float,
+    ahead: float = 0.0,
 ) -> list[int]:
     """The last allowed positions from which the copies back are in time, if nothing ever waits."""
     order = sorted(range(len(chosen)), key=lambda k: -(chosen[k].until % clock.count))
@@ -211,7 +220,8 @@ def _fetches(
         taken += clock.period  # the lane as the step after needs it
         for k in order:
             takes = slack * seconds(machine.back, chosen[k].bytes)
-            taken = starts[k] = min(clock.at(chosen[k].until % clock.count), taken) - takes
+            wanted = clock.at(chosen[k].until % clock.count) - ahead
+            taken = starts[k] = min(wanted, taken) - takes
     return [
         grid.down(min(c.latest, clock.last_until(start) + c.until // clock.count * clock.count))
         for c, start in zip(chosen, starts, strict=True)

@@ -60,6 +60,7 @@ _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _SPARE = 0.01  # of the budget that a plan leaves
+_SPARE_SWAPPING = 0.005  # ... by swapping alone: steps that are laid out show what is missing
 _LEAST_PAGED = 1 << 30  # bytes: of less, too much is lost in pages that are not full
 _LONG_ENOUGH = 12  # steps without a plan
 _PACED = 4  # steps without a plan that show how fast the host can be, beside a device
@@ -389,7 +390,7 @@ class Budgeted:
             observed,
             machine,
             limit=None if free else self._bytes if most is None else most,
-            spare=_SPARE if most is None and observed.trace.device != "cpu" else 0.0,
+            spare=_SPARE_SWAPPING if most is None and observed.trace.device != "cpu" else 0.0,
             host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,
         )
