@@ -1,9 +1,11 @@
 """An op starts when Python has asked for it and the one before is done."""
 
+import time
+
 import pytest
 
 from lowtide._ir import Trace
-from lowtide._runtime.swap.pace import paced
+from lowtide._runtime.swap.pace import Pace, paced
 from lowtide._trace.text import parse
 
 STEP = """
@@ -34,3 +36,56 @@ def test_the_end_of_the_step_counts() -> None:
 def test_of_events_at_one_position_the_last_counts() -> None:
     found = lengths(paced(parse(STEP), [0, 2, 2, 2], [0.0, 1.0, 4.0, 6.0, 8.0]))
     assert found == pytest.approx([3, 3, 2, 2])
+
+
+CODES = (1, 2)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def take(pace: Pace, clock: list[float], seconds: float, codes: tuple[int, ...] = CODES) -> None:
+    """An ordinary step of so many seconds, with its events evenly in it."""
+    pace.begin()
+    for _ in codes:
+        clock[0] += seconds / (len(codes) + 1)
+        pace.note()
+    clock[0] += seconds / (len(codes) + 1)
+    pace.end(codes)
+
+
+def test_the_pace_is_that_of_a_step_that_was_not_slow(clock: list[float]) -> None:
+    pace = Pace(lambda: 0.0)
+    for seconds in (9.0, 3.0, 2.4, 2.7):  # the first one is
+        take(pace, clock, seconds)
+    assert pace.of(CODES) == pytest.approx((0.9, 1.8, 2.7))
+    assert pace.of((1, 3)) == ()
+    take(pace, clock, 6.0, (1, 3))
+    assert pace.of(CODES) == ()
+    assert pace.of((1, 3)) == pytest.approx((2.0, 4.0, 6.0))
+
+
+def test_short_steps_are_looked_at_for_longer(clock: list[float]) -> None:
+    pace = Pace(lambda: 0.0)
+    assert pace.wanted() == 1
+    take(pace, clock, 0.02)
+    assert pace.wanted() == 15
+    take(pace, clock, 0.001)
+    assert pace.wanted() == 32
+
+
+def test_hooks_are_no_part_of_it(clock: list[float]) -> None:
+    hooked = [0.0]
+    pace = Pace(lambda: hooked[0])
+    pace.begin()
+    clock[0] += 2.0
+    hooked[0] += 0.5
+    pace.note()
+    clock[0] += 1.0
+    pace.end((1,))
+    assert pace.of((1,)) == pytest.approx((1.5, 2.5))

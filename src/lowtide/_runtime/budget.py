@@ -62,8 +62,7 @@ _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before a
 _SPARE = 0.01  # of the budget that a plan leaves
 _SPARE_SWAPPING = 0.005  # ... by swapping alone: steps that are laid out show what is missing
 _LEAST_PAGED = 1 << 30  # bytes: of less, too much is lost in pages that are not full
-_LONG_ENOUGH = 12  # steps without a plan
-_PACED = 4  # steps without a plan that show how fast the host can be, beside a device
+_LONG_ENOUGH = 40  # steps without a plan: of short ones many go by before one is traced
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
 
@@ -100,7 +99,7 @@ class Budgeted:
         self._driver = Driver(
             *(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE, load_saves),
             may_rest=budget == FREE,
-            first_trace=_PACED if on_cuda else 2,
+            paced=on_cuda,
         )
         self._dynamic: Dynamic | None = None
         self._awaited: Awaited | None = None  # the device, where steps are watched op by op
