@@ -39,5 +39,9 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
+    """Of what runs; who runs a copy says of which."""
+    given = os.environ.get("LOWTIDE_COMMIT")
+    if given:
+        return given
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return found.stdout.strip() or "unknown"

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--only", help="works whose names begin like one of these")
     parser.add_argument("--budgets", default=",".join(BUDGETS))
     parser.add_argument("--methods", default=",".join(["plain", "lowtide", *OTHERS[1:]]))
+    parser.add_argument("--side-by-side", type=int, default=SIDE_BY_SIDE, help="works at once")
     parser.add_argument("--traces", default="", help="write each traced step into this folder")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -86,7 +87,7 @@ def main() -> None:
     begins = tuple(options.only.split(",")) if options.only else ("",)
     names = [name for name in LONGEST_FIRST if name.startswith(begins)]
     assert set(LONGEST_FIRST) == set(TIDY)
-    with table() as also, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    with table() as also, ThreadPoolExecutor(options.side_by_side) as pool:
         for name, done in [(one, pool.submit(measure_work, one, also)) for one in names]:
             if done.exception() is not None:
                 print(f"{name:22} failed: {done.exception()!r}", flush=True)
