@@ -467,6 +467,6 @@ def test_short_steps_are_watched_for_a_while_before_one_is_traced(
     net, optimizer = make()
     with lowtide.fit(net, optimizer, policy="autoswap", budget=0.7) as tide:
         assert tide._budgeted is not None
-        tide._budgeted._driver._paced = True
+        tide._budgeted._driver._pace.matters = True
         train(net, optimizer, 10)
     assert modes(tide)[:9] == [*[Mode.CRUDE] * 7, Mode.TRACED, Mode.PLANNED]

@@ -59,9 +59,9 @@ def take(pace: Pace, clock: list[float], seconds: float, codes: tuple[int, ...] 
     pace.end(codes)
 
 
-def test_the_pace_is_that_of_a_step_that_was_not_slow(clock: list[float]) -> None:
+def test_the_host_is_as_fast_as_it_ever_was(clock: list[float]) -> None:
     pace = Pace(lambda: 0.0)
-    for seconds in (9.0, 3.0, 2.4, 2.7):  # the first one is
+    for seconds in (9.0, 3.0, 2.7, 3.3):  # others on the machine hold it up now and then
         take(pace, clock, seconds)
     assert pace.of(CODES) == pytest.approx((0.9, 1.8, 2.7))
     assert pace.of((1, 3)) == ()
@@ -71,12 +71,13 @@ def test_the_pace_is_that_of_a_step_that_was_not_slow(clock: list[float]) -> Non
 
 
 def test_short_steps_are_looked_at_for_longer(clock: list[float]) -> None:
-    pace = Pace(lambda: 0.0)
-    assert pace.wanted() == 1
+    pace = Pace(lambda: 0.0, matters=True)
+    assert pace.wanted() == 4
     take(pace, clock, 0.02)
     assert pace.wanted() == 15
     take(pace, clock, 0.001)
     assert pace.wanted() == 32
+    assert Pace(lambda: 0.0).wanted() == 0
 
 
 def test_hooks_are_no_part_of_it(clock: list[float]) -> None:

@@ -153,7 +153,7 @@ def test_what_is_here_stays_and_nobody_else_gets_its_bytes(seed: int) -> None:
     here: dict[int, tuple[int, tuple[int, ...]]] = {}
     for i, (size, freed) in enumerate(zip(step.sizes, step.freed, strict=True)):
         count = -(-size // PAGE)
-        if 0 <= freed <= step.ticks or len(free) < count or random.random() < 0.2:
+        if 0 <= freed < step.ticks or len(free) < count or random.random() < 0.2:
             continue
         pages = tuple(free.pop() for _ in range(count))
         here[i] = (pages[0] * PAGE if count == 1 else WINDOWS + i * 100 * PAGE, pages)
@@ -222,3 +222,39 @@ def pages_of(
         return set(here[i][1])
     assert offset < WINDOWS
     return set(range(offset // PAGE, -(-(offset + step.sizes[i]) // PAGE)))
+
+
+def test_what_is_missing_is_what_more_room_would_mend() -> None:
+    # pages 8..16 | a a a        b has no place for want of one page: that one is missing,
+    # pages 0..8  | b b . .      and not all of b
+    step = record([(8 * PAGE, 0, 3), (8 * PAGE, 1, 2), (2 * PAGE, 4, 5)], 6)
+    short = plan_pages(step, PAGE, 15 * PAGE)
+    assert short.missing == PAGE
+    assert plan_pages(step, PAGE, 16 * PAGE).missing == 0
+
+
+@given(steps(), st.integers(0, 40))
+@settings(max_examples=60)
+def test_with_what_is_missing_all_of_it_has_a_place(step: StepRecord, room: int) -> None:
+    short = plan_pages(step, PAGE, room * PAGE)
+    enough = plan_pages(step, PAGE, room * PAGE + short.missing)
+    assert check(enough, step) == sum(
+        not 0 <= end <= start + step.ticks for start, end in zip(step.made, step.freed, strict=True)
+    )
+
+
+def test_what_goes_before_anything_else_happens_lends_its_pages() -> None:
+    """A gradient that is cleared first: it is here when the step is laid out, and soon gone."""
+    # pages 0..4 | b b . a a     a was left behind by the last step, and lies there again
+    step = record([(4 * PAGE, 1, 3), (4 * PAGE, 3, 5)], 5)
+    plan = plan_pages(step, PAGE, 4 * PAGE, here={1: (0, (0, 1, 2, 3))})
+    assert (plan.offsets, plan.missing, plan.height) == ([0, 0], 0, 4 * PAGE)
+
+
+def test_of_a_block_that_shares_its_last_page_others_have_the_rest() -> None:
+    # page 3     | a a . . . s   something small lies there for good
+    # pages 0..3 | a b b b . a
+    size = 4 * PAGE - 100
+    step = record([(3 * PAGE, 1, 4), (size, 5, 7)], 6)
+    plan = plan_pages(step, PAGE, 4 * PAGE, lasting=[3], here={1: (0, (0, 1, 2, 3))})
+    assert (plan.offsets, plan.missing) == ([0, 0], 0)

@@ -8,8 +8,9 @@ What a step leaves behind is there when the next one begins. Its pages are taken
 lies already if it does, and others may have them in between, if they are done with them in time.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class PagePlan:
     height: int  # bytes, a multiple of a page
     filled: int  # ... that need memory; what is above has it
     load: int
-    missing: int  # bytes for which there was no place, at most at once
+    missing: int  # bytes, if not all had a place: with so much more room they would have
 
 
 def plan_pages(
@@ -65,14 +66,17 @@ def plan_pages(
         if 0 <= end <= start + step.ticks
     }
     here = here or {}
-    stays = {i: at for i, at in here.items() if i in known and step.freed[i] > step.ticks}
+    # What goes before anything else happens is here as well.
+    stays = {i: at for i, at in here.items() if i in known and step.freed[i] >= step.ticks}
     small = [i for i in known if is_odd(step.sizes[i], page)]
     crowded = {*lasting, *(one for i in small if i in stays for one in stays[i][1])}
     # Who knows how long the rest stays.
     crowded.update(one for i in here if i not in stays for one in here[i][1])
-    own = {i: np.array(stays[i][1]) for i in known.difference(small) if i in stays}
-    for i in [i for i, row in own.items() if not crowded.isdisjoint(row)]:
-        crowded.update(own.pop(i))  # something small lies in its last page
+    own = {  # but for a last page in which something small lies
+        i: np.array([one for one in stays[i][1] if one not in crowded], dtype=np.int64)
+        for i in known.difference(small)
+        if i in stays
+    }
     packing = _pack_small(step, [i for i in small if i not in stays])
     large = sorted(i for i in known.difference(small) if i in own or i not in stays)
     load = _most_pages(step, large, page) + -(-packing.height // page) + len(crowded)
@@ -80,10 +84,11 @@ def plan_pages(
     most = max(0, room // page - len(fixed))  # that others may have
     some = min(most, int(_SPARE * load) + _SPARE_PAGES)
     best: _Placed | None = None
+    place = partial(_place, step, large, own, crowded, packing, page)
     for count, by_length in ((some, False), (most, False), (most, True)):
-        if by_length and len(large) > _MANY:
+        if by_length and (len(large) > _MANY or load > room // page):
             break
-        placed = _place(step, large, own, crowded, packing, page, count, by_length=by_length)
+        placed = place(count, by_length=by_length)
         if best is None or placed.left_out < best.left_out:
             best = placed
         if not best.left_out:
@@ -105,7 +110,24 @@ def plan_pages(
         else:
             scattered[i] = tuple(map(int, row))
     height = max(best.top, int(max(fixed, default=-1)) + 1) * page
-    return PagePlan(offsets, scattered, height, best.top * page, load * page, best.left_out * page)
+    missing = _missing(place, most, best.left_out)
+    return PagePlan(offsets, scattered, height, best.top * page, load * page, missing * page)
+
+
+def _missing(place: Callable[..., "_Placed"], most: int, left_out: int) -> int:
+    """How many pages more all of it would need, at most those for which there was no place.
+
+    Where there is too little it is large blocks that find no place, and many more pages are left
+    out than are missing.
+    """
+    enough, least = left_out, 1
+    while least < enough:
+        more = (least + enough) // 2
+        if place(most + more, by_length=False).left_out:
+            least = more + 1
+        else:
+            enough = more
+    return enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +286,7 @@ def _place_large(
         if taken is not None:
             found[i] = taken
 
-    left = {i for i in large if step.freed[i] > step.ticks}
+    left = {i for i in large if step.freed[i] > step.ticks or i in own}
     for i in sorted(left, key=lambda i: -step.sizes[i]):
         if i not in own:
             place(i, 0)

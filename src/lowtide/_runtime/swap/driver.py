@@ -35,7 +35,6 @@ _MANY = 10_000
 _LONGEST = 1_000_000  # events of a step
 _NEVER = 1 << 62
 _PATIENCE = 2  # steps after a traced one before another may be; doubles each time
-_PACED = 4  # steps before one that is traced, at least, where it matters how fast the host is
 _REST = 64  # steps that nobody watches, where nothing is gained by watching
 
 
@@ -73,9 +72,8 @@ class Driver:
         self._before = 0  # ... and in all steps before it
         self._crude: list[Cell] = []
         self._strays: list[Observer] = []  # given up, and still on the stack of modes
-        self._pace = Pace(lambda: 0.0 if self._saved is None else self._saved.own_seconds)
-        self._paced = paced
-        self._next_trace = _PACED if paced else 2  # after that many steps: the first one is slow
+        self._pace = Pace(lambda: self._saved.own_seconds if self._saved else 0.0, matters=paced)
+        self._next_trace = 2  # after that many steps: the first one is slow
         self._patience = _PATIENCE
 
     def start(self, saved: Saved) -> None:
@@ -232,7 +230,8 @@ class Driver:
         self.following.begin()
         self._mode = Mode.PLANNED if self.following.agrees else Mode.CRUDE
         unknown = self.following.is_unknown
-        if unknown and self._is_time() and self._can_trace():
+        wanted = max(self._next_trace, 0 if self.following.scripts else self._pace.wanted())
+        if unknown and self.steps.total() >= wanted and self._can_trace():
             self._mode = Mode.TRACED
             self.following.agrees = False
             self._observer = Observer()
@@ -244,12 +243,6 @@ class Driver:
             self._natively.prepare()
         self._pace.begin()
         self._event(BEGIN)
-
-    def _is_time(self) -> bool:
-        """Whether enough steps have gone by since the last that was traced."""
-        steps = self.steps.total()
-        first = self._paced and not self.following.scripts
-        return steps >= self._next_trace and (not first or steps >= self._pace.wanted())
 
     def _can_trace(self) -> bool:
         return (

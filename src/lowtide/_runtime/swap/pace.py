@@ -6,7 +6,6 @@ between ops counts as part of them.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -15,20 +14,21 @@ import numpy as np
 
 from lowtide._ir import Trace
 
-_ENOUGH, _MOST = 0.3, 32  # seconds of steps, or so many, show how fast the host is
+_LEAST, _MOST, _ENOUGH = 4, 32, 0.3  # steps that show how fast the host is; or seconds of them
 
 
 class Pace:
-    """Of steps that are alike: of some the faster ones, since the first ones of a loop are not.
+    """Of steps that are alike: the host is as fast as it ever was.
 
     `hooked` tells how many seconds have gone into Python's hooks so far, which are no part of it.
+    Where it `matters`, a plan depends on it.
     """
 
-    def __init__(self, hooked: Callable[[], float]) -> None:
+    def __init__(self, hooked: Callable[[], float], *, matters: bool = False) -> None:
         self._hooked = hooked
+        self.matters = matters
         self._asked: list[float] = []  # when each event of this step came
-        self._codes: tuple[int, ...] = ()  # of the last ones, which were alike
-        self._rows: deque[tuple[float, ...]] = deque(maxlen=_MOST)  # ... and when they came
+        self._known: tuple[tuple[int, ...], tuple[float, ...]] = (), ()
         self.begin()
 
     def begin(self) -> None:
@@ -48,33 +48,29 @@ class Pace:
     def end(self, codes: tuple[int, ...]) -> None:
         """An ordinary step has ended, of these events."""
         self.note()
-        if codes != self._codes or len(self._asked) != len(codes) + 1:
-            self.forget_steps()
-        self._codes = codes
-        self._rows.append(tuple(self._asked))
+        known, times = self._known
+        asked = tuple(self._asked)
+        if known == codes and len(times) == len(asked):
+            asked = tuple(map(min, times, asked))
+        self._known = codes, asked
 
     def forget(self) -> None:
         """What goes on is no ordinary step."""
         self._asked.clear()
-        self.forget_steps()
-
-    def forget_steps(self) -> None:
-        """Those before were other ones."""
-        self._codes = ()
-        self._rows.clear()
+        self._known = (), ()
 
     def wanted(self) -> int:
         """How many steps are to be looked at: of short ones more, as they differ more."""
-        shortest = min((row[-1] for row in self._rows), default=_ENOUGH)
-        return min(_MOST, ceil(_ENOUGH / max(shortest, 1e-9)))
+        if not self.matters:
+            return 0
+        _, times = self._known
+        enough = ceil(_ENOUGH / max(times[-1], 1e-9)) if times else 0
+        return min(_MOST, max(_LEAST, enough))
 
     def of(self, codes: tuple[int, ...]) -> tuple[float, ...]:
-        """When each event, and the end, came in such a step; nothing if that is not known."""
-        if codes != self._codes or not self._rows:
-            return ()
-        rows = sorted(self._rows, key=lambda row: row[-1])
-        row = rows[(len(rows) - 1) // 3]
-        return row if len(row) == len(codes) + 1 else ()
+        """When each event, and the end, came in such steps; nothing if that is not known."""
+        known, times = self._known
+        return times if known == codes and len(times) == len(codes) + 1 else ()
 
 
 def paced(trace: Trace, positions: Sequence[int], asked: Sequence[float]) -> Trace:
