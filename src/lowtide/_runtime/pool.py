@@ -8,7 +8,7 @@ step in order, so steps of several shapes each find their own.
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -125,6 +125,7 @@ class Pool:
         self._tell = tell
         self._lanes: dict[int, _LaneState] = {}
         self._settled: set[int] = set()
+        self._lacked: Counter[int] = Counter()  # by lane: layouts in a row that were too high
         self._trim_in = 0  # marks until what is cached is given back; 0: nothing is due
         self._marks = self._replayed = 0
         self._began = time.monotonic()
@@ -309,8 +310,12 @@ class Pool:
         """
         room, lasting = self._place.page_room(lane.device), self._core.lasting(lane.lane)
         plan = plan_pages(record, lane.page, room, lasting, self._core.left(lane.lane))
-        if plan.missing and self._shrink(plan.missing):
-            return None
+        if plan.missing:
+            # Another plan leaves other holes: each time more of it is left than what is missing.
+            self._lacked[lane.lane] += 1
+            if self._shrink(plan.missing << (self._lacked[lane.lane] - 1)):
+                return None
+        self._lacked[lane.lane] = 0
         filled = self._core.fill(lane.lane, plan.filled, max(plan.height, highest))
         if not filled and self._shrink(lane.page):
             return None
