@@ -16,6 +16,7 @@ from lowtide._analyze.load import load_curve
 from lowtide._cli.simulate import simulate_command
 from lowtide._ir import Kind, Machine, OpIndex, Plan, ValueId
 from lowtide._machine.link import line
+from lowtide._policy import problem as problems
 from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
 from lowtide._policy.budget import parse_bytes, parse_rate
 from lowtide._policy.candidates import Candidate, Grid, Reach, candidates, make_grid, positions
@@ -758,3 +759,38 @@ def test_what_leaves_does_not_meet_what_comes_back_just_in_time() -> None:
     assert ahead.outcome.stall_seconds == 0
     assert ahead.outcome.peak_bytes <= limit
     assert simulate_slowly(trace, link, ahead.swaps).stall_seconds == pytest.approx(0)
+
+
+def test_while_an_optimizer_steps_what_leaves_is_dealt_with_at_few_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It steps in pieces there. Copies that wait for others can as well be asked for later."""
+    lines = ["device cuda:0", *(f"have s{i}:10 | state" for i in range(8))]
+    lines += [f"f{i} -> h{i}:10 | 9s" for i in range(8)]
+    lines += [f"b{i} h{i} -> | 9s backward" for i in reversed(range(8))]
+    lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(8)]
+    trace, link, limit = parse("\n".join(lines) + "\n"), machine(1.0), 110
+    problem = make_problem(
+        trace,
+        link,
+        reach=Reach.ALL,
+        held=None,
+        movable=None,
+        positions=None,
+        host_budget=None,
+        smallest=1,
+    )
+    chosen = choose(problem, plain_score(problem, "lead", limit), limit).chosen
+    later = best_within(problem, chosen, limit)
+    monkeypatch.setattr(problems, "_postponed", lambda _, trial: trial)
+    at_once = best_within(problem, chosen, limit)
+    assert find_bad_swap(trace, later.swaps) is None
+    assert later.outcome.seconds == pytest.approx(at_once.outcome.seconds)
+    assert simulate_slowly(trace, link, later.swaps).seconds == pytest.approx(later.outcome.seconds)
+
+    def moments(trial: problems.Trial) -> set[int]:
+        positions = {at for swap in trial.swaps for at in (swap.after + 1, swap.release)}
+        return {at for at in positions if 16 < at < 24}
+
+    assert len(moments(at_once)) >= 5
+    assert len(moments(later)) <= 2

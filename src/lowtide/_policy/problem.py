@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide._errors import BadInput
-from lowtide._ir import Machine, OpIndex, Swap, Trace, ValueId
+from lowtide._ir import Machine, OpIndex, Phase, Swap, Trace, ValueId
 from lowtide._policy.candidates import Candidate, Reach, candidates, make_grid
 from lowtide._policy.schedule import Stage, schedule
 from lowtide._policy.scores import Clock, Scores, aoa, doa, lead, make_clock, vote, wdoa
@@ -22,6 +22,8 @@ Pace = tuple[float, float]  # slack, and how far ahead, in steps: see `schedule`
 PACES: tuple[Pace, ...] = ((1.0, 0.0), (1.3, 0.0), (2.0, 0.0), (1.0, 0.05), (1.0, 0.1))
 ONE_PACE: tuple[Pace, ...] = ((1.3, 0.0),)
 ROUNDS = 4  # of making a schedule again for what it made of the step
+_BEFORE = 0.05  # of a step, that copies out are asked for before their turn
+_ROUNDING = 1e-9
 _WORTH = 0.01  # of a step: of less waiting nothing is to be gained so
 
 
@@ -139,7 +141,37 @@ def best_within(
         if trial.outcome.seconds >= best.outcome.seconds:
             break
         best = trial
-    return best
+    return _postponed(problem, best) if rounds else best
+
+
+def _postponed(problem: Problem, trial: Trial) -> Trial:
+    """While an optimizer steps, what leaves is dealt with at few moments: it steps in pieces then.
+
+    A copy out has to wait for its turn, so it may be asked for at any moment from when the value
+    falls idle until a little before that. Of the last such moments, in order, those are taken that
+    are needed. What has left is freed when the step is over, as long as the peak is no higher.
+    """
+    outcome, clock, grid = trial.outcome, _as_it_came_out(trial.outcome), problem.stage.grid
+    count = clock.count
+    stepping = [op.phase is Phase.OPTIMIZER for op in problem.trace.ops]
+    stepping.append(stepping[-1])  # what is done at the end is done before the next step
+    last = {}
+    for k, (start, _) in enumerate(outcome.out_spans):
+        if stepping[trial.swaps[k].after + 1]:
+            turn = grid.down(clock.last_until(start - _BEFORE * clock.period))
+            last[k] = max(trial.swaps[k].after + 1, min(turn, count))
+    swaps, moment = list(trial.swaps), -1
+    for k in sorted(last, key=lambda k: (last[k], k)):
+        if moment <= swaps[k].after:
+            moment = last[k]
+        swaps[k] = replace(swaps[k], after=OpIndex(moment - 1))
+    over = OpIndex(grid.up(count))
+    for k, swap in enumerate(swaps):
+        if swap.release < over <= swap.fetch and stepping[min(swap.release, count)]:
+            swaps[k] = replace(swap, release=over)
+    later = try_swaps(problem, swaps)
+    same = later.outcome.seconds <= outcome.seconds * (1 + _ROUNDING)
+    return later if same and later.outcome.peak_bytes <= outcome.peak_bytes else trial
 
 
 def _fastest(
