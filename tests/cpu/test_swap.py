@@ -19,7 +19,7 @@ import lowtide
 from lowtide._runtime import budget as budgeting
 from lowtide._runtime import plans
 from lowtide._runtime.fit import Tide
-from lowtide._runtime.swap import file_tier, pace
+from lowtide._runtime.swap import file_tier
 from lowtide._runtime.swap.file_tier import _write
 from lowtide._runtime.swap.modes import Mode
 
@@ -456,17 +456,3 @@ def test_where_shapes_take_turns_the_one_that_took_more_is_planned_anew() -> Non
         assert tide._budgeted.shrink(large.plan.plain_peak_bytes // 10)
         assert small in following.scripts
         assert large not in following.scripts
-
-
-def test_short_steps_are_watched_for_a_while_before_one_is_traced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beside a GPU it matters how fast the host is, which a few of them do not show."""
-    monkeypatch.setattr(pace, "_MOST", 7)
-    monkeypatch.setattr(pace, "_ENOUGH", 1e3)
-    net, optimizer = make()
-    with lowtide.fit(net, optimizer, policy="autoswap", budget=0.7) as tide:
-        assert tide._budgeted is not None
-        tide._budgeted._driver._pace.matters = True
-        train(net, optimizer, 10)
-    assert modes(tide)[:9] == [*[Mode.CRUDE] * 7, Mode.TRACED, Mode.PLANNED]

@@ -70,16 +70,6 @@ def test_the_host_is_as_fast_as_it_ever_was(clock: list[float]) -> None:
     assert pace.of((1, 3)) == pytest.approx((2.0, 4.0, 6.0))
 
 
-def test_short_steps_are_looked_at_for_longer(clock: list[float]) -> None:
-    pace = Pace(lambda: 0.0, matters=True)
-    assert pace.wanted() == 4
-    take(pace, clock, 0.02)
-    assert pace.wanted() == 15
-    take(pace, clock, 0.001)
-    assert pace.wanted() == 32
-    assert Pace(lambda: 0.0).wanted() == 0
-
-
 def test_hooks_are_no_part_of_it(clock: list[float]) -> None:
     hooked = [0.0]
     pace = Pace(lambda: hooked[0])

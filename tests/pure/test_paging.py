@@ -258,3 +258,13 @@ def test_of_a_block_that_shares_its_last_page_others_have_the_rest() -> None:
     step = record([(3 * PAGE, 1, 4), (size, 5, 7)], 6)
     plan = plan_pages(step, PAGE, 4 * PAGE, lasting=[3], here={1: (0, (0, 1, 2, 3))})
     assert (plan.offsets, plan.missing) == ([0, 0], 0)
+
+
+def test_who_is_gone_in_time_makes_way_for_who_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    # page 1 | c . s s s . c c c c      c is left behind; s would lie below, and l, which is still
+    # page 0 | . . . l l l l l l .      there when c comes again, nowhere
+    monkeypatch.setattr(paging, "_MANY", 0)  # not by their length
+    step = record([(PAGE, 2, 5), (PAGE, 3, 9), (PAGE, 6, 11)], 10)
+    plan = plan_pages(step, PAGE, 2 * PAGE, here={2: (PAGE, (1,))})
+    assert (plan.offsets, plan.missing) == ([PAGE, 0, PAGE], 0)
+    assert check(plan, step) == 0

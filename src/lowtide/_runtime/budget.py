@@ -36,7 +36,7 @@ from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.fused.groups import make_fuser
 from lowtide._runtime.holdings import device_in_use, device_of, parameters, persistent, trained
-from lowtide._runtime.plans import plan_by_swapping, plan_by_tide
+from lowtide._runtime.plans import SPARE, plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
@@ -60,9 +60,9 @@ _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
 _SPARE = 0.01  # of the budget that a plan leaves
-_SPARE_SWAPPING = 0.002  # ... by swapping alone: steps that are laid out show what is missing
 _LEAST_PAGED = 1 << 30  # bytes: of less, too much is lost in pages that are not full
-_LONG_ENOUGH = 40  # steps without a plan: of short ones many go by before one is traced
+_LONG_ENOUGH = 12  # steps without a plan
+_PACED = 4  # steps without a plan that show how fast the host can be, beside a device
 _HOST_SHARE = 0.5  # of the main memory that is free, unless the user says how much
 
 
@@ -99,7 +99,7 @@ class Budgeted:
         self._driver = Driver(
             *(self._tier, self._plan, self._is_short, _SMALLEST, _PIECE, load_saves),
             may_rest=budget == FREE,
-            paced=on_cuda,
+            first_trace=_PACED if on_cuda else 2,
         )
         self._dynamic: Dynamic | None = None
         self._awaited: Awaited | None = None  # the device, where steps are watched op by op
@@ -389,7 +389,7 @@ class Budgeted:
             observed,
             machine,
             limit=None if free else self._bytes if most is None else most,
-            spare=_SPARE_SWAPPING if most is None and observed.trace.device != "cpu" else 0.0,
+            spare=SPARE if most is None and observed.trace.device != "cpu" else 0.0,
             host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,
         )

@@ -22,6 +22,7 @@ from lowtide._runtime.workspaces import make_workspaces
 _PAGE = 2 << 20
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
 _MOST_TIDIED = 3  # times in a fit, a device
+_SEGMENT = 20 << 20  # bytes that PyTorch takes at once for what is small
 _PARKED = 0.5  # of the main memory that is free, at most, for what waits there
 _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 
@@ -122,9 +123,14 @@ class CudaPlace:
         return made
 
     def page_room(self, device: int) -> int:
-        """What PyTorch may reserve, but for what lies outside."""
+        """What PyTorch may reserve, but for what lies outside.
+
+        Where it is not held to it by itself, it may take another segment there at any time.
+        """
         outside = torch.cuda.memory_reserved(device) - self.core.count(device).page_bytes
-        return max(0, min(_limit(device), self._most() or _limit(device)) - outside)
+        most = self._most()
+        limit = _limit(device) if most is None else min(_limit(device), most - _SEGMENT)
+        return max(0, limit - outside)
 
     def free_pages(self, device: int) -> int:
         """Those that are free, and those that there may still be."""

@@ -8,8 +8,9 @@ What a step leaves behind is there when the next one begins. Its pages are taken
 lies already if it does, and others may have them in between, if they are done with them in time.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from lowtide._runtime.pages_by_length import place_by_length
 
 Left = Mapping[int, tuple[int, tuple[int, ...]]]  # by allocation: its offset, and its pages
 _Found = npt.NDArray[np.int64]
+_Trade = tuple[int, int, int]  # who, instead of which page, has which
 
 _FOREVER = np.iinfo(np.int64).max
 _SECONDS = 0.5  # for the layout of what is odd
@@ -32,6 +34,14 @@ _SPARE, _SPARE_PAGES = (
     1.02,
     16,
 )  # times the load, and besides: with a little more, more lies in one piece
+
+
+class _Way(Enum):
+    """How places are looked for."""
+
+    RUNS = auto()  # one after the other, side by side where that can be
+    LONGEST = auto()  # likewise, in pages that are free for longest
+    LENGTH = auto()  # those that live longest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,10 @@ def plan_pages(
     some = min(most, int(_SPARE * load) + _SPARE_PAGES)
     best: _Placed | None = None
     place = partial(_place, step, large, own, crowded, packing, page)
-    for count, by_length in ((some, False), (most, False), (most, True)):
-        if by_length and (len(large) > _MANY or load > room // page):
+    for count, way in ((some, _Way.RUNS), *((most, way) for way in _Way)):
+        if way is _Way.LENGTH and (len(large) > _MANY or load > room // page):
             break
-        placed = place(count, by_length=by_length)
+        placed = place(count, way)
         if best is None or placed.left_out < best.left_out:
             best = placed
         if not best.left_out:
@@ -115,15 +125,17 @@ def plan_pages(
 
 
 def _missing(place: Callable[..., "_Placed"], most: int, left_out: int) -> int:
-    """How many pages more all of it would need, at most those for which there was no place.
+    """How many pages more all of it would need.
 
     Where there is too little it is large blocks that find no place, and many more pages are left
     out than are missing.
     """
     enough, least = left_out, 1
+    while enough and place(most + enough, _Way.LONGEST).left_out:
+        least, enough = enough + 1, 2 * enough
     while least < enough:
         more = (least + enough) // 2
-        if place(most + more, by_length=False).left_out:
+        if place(most + more, _Way.LONGEST).left_out:
             least = more + 1
         else:
             enough = more
@@ -146,20 +158,16 @@ def _place(
     packing: Packing,
     page: int,
     count: int,
-    *,
-    by_length: bool,
+    way: _Way,
 ) -> _Placed:
-    """In `count` pages besides the `own` ones, without those that are `crowded`.
-
-    `by_length`: those that live longest first, side by side or not; else one after the other.
-    """
+    """In `count` pages besides the `own` ones, without those that are `crowded`."""
     pages = _Pages(count, crowded, [one for row in own.values() for one in row])
     packed = -(-packing.height // page)
     bottom = pages.take_run(packed)
-    if by_length:
+    if way is _Way.LENGTH:
         found = _place_by_length(step, large, pages, page, own)
     else:
-        found = _place_large(step, large, pages, page, own)
+        found = _place_large(step, large, pages, page, own, longest=way is _Way.LONGEST)
     left_out = _most_pages(step, [i for i in large if i not in found], page)
     return _Placed(found, pages.top, bottom, left_out + (packed if bottom < 0 else 0))
 
@@ -205,6 +213,8 @@ class _Pages:
         self._until = np.full(size, -1)  # as long each may be had; -1: it is taken
         self._until[np.flatnonzero(free)] = _FOREVER
         self._other = self._until >= 0
+        self._who = np.full(size, -1)  # who may make way for others, if somebody has it
+        self._since = np.full(size, -1)  # when it was given last, or had been before that
         self._free = count
         self.top = 0  # beyond the highest that was ever taken, but for somebody's own
 
@@ -218,11 +228,21 @@ class _Pages:
         self.top = top
         return -1
 
-    def take(self, count: int, until: int) -> _Found | None:
-        """So many that are free until then; side by side in the smallest gap, if there is one."""
+    def take(self, count: int, until: int, *, longest: bool = False) -> _Found | None:
+        """So many that are free until then; side by side in the smallest gap, if there is one.
+
+        `longest`: or those that are free for longest, wherever they are.
+        """
         if count > self._free:
             return None
         free = self._until >= until
+        if longest:
+            some = np.flatnonzero(free)
+            found = np.sort(some[np.argsort(-self._until[some], kind="stable")[:count]])
+            if len(found) < count:
+                return None
+            self._mark(found)
+            return found
         edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
         fitting = lengths >= count
@@ -251,6 +271,31 @@ class _Pages:
         """They are needed again then."""
         self._needed[pages] = at
 
+    def lend(self, pages: _Found, who: int) -> None:
+        """Who has them may as well have others."""
+        self._who[pages] = who
+
+    def trade(self, until: int, count: int, made: _Found, freed: _Found) -> Iterator[_Trade]:
+        """Have so many more that are free until then, by giving others to those who have them.
+
+        They are gone soon enough, and others were free all the time since they came.
+        """
+        free = np.flatnonzero((self._until >= 0) & (self._until < until))
+        held = np.flatnonzero((self._who >= 0) & (self._needed >= until))
+        came, goes = made[self._who[held]], freed[self._who[held]]
+        for page in free[np.argsort(self._until[free], kind="stable")]:
+            fits = (came > self._since[page]) & (goes <= self._until[page])
+            if not count or not fits.any():
+                continue
+            at = int(np.argmax(np.where(fits, goes, -1)))
+            other, who = int(held[at]), int(self._who[held[at]])
+            self._who[page], self._who[other] = who, -1
+            self._until[page], self._until[other] = -1, self._needed[other]
+            came[at] = -2  # it has none that could be had
+            self.reach(np.array([page]))
+            count -= 1
+            yield who, other, int(page)
+
     def take_again(self, pages: _Found) -> None:
         """Those that are needed again."""
         assert (self._until[pages] >= 0).all()
@@ -262,10 +307,17 @@ class _Pages:
         self._free -= len(pages)
         self.reach(pages)
 
-    def give(self, pages: _Found) -> None:
+    def give(self, pages: _Found, now: int = -1) -> None:
         """Others may have them."""
         self._until[pages] = self._needed[pages]
+        self._who[pages] = -1
+        self._since[pages] = now
         self._free += len(pages)
+
+    def lacking(self, count: int, until: int) -> int:
+        """How many there are too few that are free until then; 0: or too few that are free."""
+        enough = int((self._until >= until).sum())
+        return count - enough if enough < count <= self._free else 0
 
 
 def _place_large(
@@ -274,15 +326,24 @@ def _place_large(
     pages: _Pages,
     page: int,
     own: Mapping[int, _Found],
+    *,
+    longest: bool,
 ) -> dict[int, _Found]:
     """Those that are not odd, in order; one for which there is no place is left out.
 
-    Those that have their `own` pages, which are taken, keep them.
+    Those that have their `own` pages, which are taken, keep them. Where those that are left are
+    needed again too soon, others that are gone by then have them instead of their own.
     """
     found: dict[int, _Found] = dict(own)
 
+    made, freed = np.array(step.made), np.array(step.freed)
+
     def place(i: int, until: int) -> None:
-        taken = pages.take(-(-step.sizes[i] // page), until)
+        count = -(-step.sizes[i] // page)
+        lacking = pages.lacking(count, until)
+        for who, old, new in pages.trade(until, lacking, made, freed) if lacking else ():
+            found[who] = np.sort(np.where(found[who] == old, new, found[who]))
+        taken = pages.take(count, until, longest=longest)
         if taken is not None:
             found[i] = taken
 
@@ -297,14 +358,16 @@ def _place_large(
         [(step.made[i], 1, i) for i in large if i not in left or i in behind]
         + [(step.freed[i] - (step.ticks if i in behind else 0), 0, i) for i in large]
     )
-    for _, made, i in events:
-        if not made:
+    for now, comes, i in events:
+        if not comes:
             if i in found:
-                pages.give(found[i])
+                pages.give(found[i], now)
         elif i in behind:
             pages.take_again(found[i])
         else:
             place(i, step.freed[i])
+            if i in found:
+                pages.lend(found[i], i)
     return found
 
 

@@ -51,7 +51,7 @@ class Driver:
         saves: Callable[[], NativeSaves | None] = lambda: None,
         *,
         may_rest: bool = False,
-        paced: bool = False,  # how fast the host is decides: watch that before the first is traced
+        first_trace: int = 2,
     ) -> None:
         self._tier = tier
         self._may_rest = may_rest
@@ -72,8 +72,8 @@ class Driver:
         self._before = 0  # ... and in all steps before it
         self._crude: list[Cell] = []
         self._strays: list[Observer] = []  # given up, and still on the stack of modes
-        self._pace = Pace(lambda: self._saved.own_seconds if self._saved else 0.0, matters=paced)
-        self._next_trace = 2  # after that many steps: the first one is slow
+        self._pace = Pace(lambda: 0.0 if self._saved is None else self._saved.own_seconds)
+        self._next_trace = first_trace  # after that many steps: the first one is slow
         self._patience = _PATIENCE
 
     def start(self, saved: Saved) -> None:
@@ -230,8 +230,7 @@ class Driver:
         self.following.begin()
         self._mode = Mode.PLANNED if self.following.agrees else Mode.CRUDE
         unknown = self.following.is_unknown
-        wanted = max(self._next_trace, 0 if self.following.scripts else self._pace.wanted())
-        if unknown and self.steps.total() >= wanted and self._can_trace():
+        if unknown and self.steps.total() >= self._next_trace and self._can_trace():
             self._mode = Mode.TRACED
             self.following.agrees = False
             self._observer = Observer()

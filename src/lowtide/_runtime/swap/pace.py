@@ -8,25 +8,20 @@ between ops counts as part of them.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
 
 import numpy as np
 
 from lowtide._ir import Trace
-
-_LEAST, _MOST, _ENOUGH = 4, 32, 0.3  # steps that show how fast the host is; or seconds of them
 
 
 class Pace:
     """Of steps that are alike: the host is as fast as it ever was.
 
     `hooked` tells how many seconds have gone into Python's hooks so far, which are no part of it.
-    Where it `matters`, a plan depends on it.
     """
 
-    def __init__(self, hooked: Callable[[], float], *, matters: bool = False) -> None:
+    def __init__(self, hooked: Callable[[], float]) -> None:
         self._hooked = hooked
-        self.matters = matters
         self._asked: list[float] = []  # when each event of this step came
         self._known: tuple[tuple[int, ...], tuple[float, ...]] = (), ()
         self.begin()
@@ -58,14 +53,6 @@ class Pace:
         """What goes on is no ordinary step."""
         self._asked.clear()
         self._known = (), ()
-
-    def wanted(self) -> int:
-        """How many steps are to be looked at: of short ones more, as they differ more."""
-        if not self.matters:
-            return 0
-        _, times = self._known
-        enough = ceil(_ENOUGH / max(times[-1], 1e-9)) if times else 0
-        return min(_MOST, max(_LEAST, enough))
 
     def of(self, codes: tuple[int, ...]) -> tuple[float, ...]:
         """When each event, and the end, came in such steps; nothing if that is not known."""
