@@ -93,6 +93,8 @@ class Fuser:
         self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]]
     ) -> Group | None:
         """The longest that begins there; `later`: how often what each item makes is read then."""
+        if not self._begins(items[at : at + 2]):
+            return None  # nearly always: to look closer takes the host longer than an op does
         found = Group([], [], [], [], [], [], ())
         inputs: dict[Hashable, int] = {}
         by: dict[int, int] = {}  # the value -> which of the calls makes it
@@ -115,6 +117,13 @@ class Fuser:
         keys = zip((call.key for call in found.calls), found.places, strict=True)
         found.key = (*keys, *found.outputs)
         return found
+
+    def _begins(self, two: Sequence[Item]) -> bool:
+        """Whether these could be the first of a group, by what is known of all calls like them."""
+        if len(two) < 2 or not all(type(item) is Call for item in two):
+            return False
+        first, second = (self._part(call) for call in two if type(call) is Call)
+        return first is not None and second is not None and first.count == second.count
 
     def _join(
         self, group: Group, call: Call, inputs: dict[Hashable, int], by: dict[int, int]
