@@ -1,8 +1,11 @@
 """Pages for a step: nobody shares one, and all of it fits into its load."""
 
+import gzip
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -268,3 +271,25 @@ def test_who_is_gone_in_time_makes_way_for_who_stays(monkeypatch: pytest.MonkeyP
     plan = plan_pages(step, PAGE, 2 * PAGE, here={2: (PAGE, (1,))})
     assert (plan.offsets, plan.missing) == ([PAGE, 0, PAGE], 0)
     assert check(plan, step) == 0
+
+
+def pages_in(runs: list[list[int]]) -> list[int]:
+    """Written as (first, how many)."""
+    return [first + k for first, count in runs for k in range(count)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_real_step_lies_within_a_tenth_of_a_percent_of_its_load(name: str) -> None:
+    """Recorded on a GPU, with what was left behind; in less room it says what is missing."""
+    path = Path(__file__).parents[1] / "data" / f"pages-{name}.json.gz"
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    blank = [-1] * len(data["sizes"])
+    step = StepRecord(data["sizes"], data["made"], data["freed"], blank, blank, data["ticks"])
+    here = {int(i): (offset, tuple(pages_in(runs))) for i, (offset, runs) in data["here"].items()}
+    page, lasting = data["page"], pages_in(data["lasting"])
+    roomy = plan_pages(step, page, data["room"], lasting, here)
+    assert roomy.missing == 0
+    tight = plan_pages(step, page, int(1.001 * roomy.load), lasting, here)
+    assert tight.missing == 0 and tight.height <= 1.001 * roomy.load + page
+    short = plan_pages(step, page, roomy.load - 50 * page, lasting, here)
+    assert 50 * page <= short.missing <= 50 * page + int(0.002 * roomy.load)
