@@ -4,7 +4,7 @@ python benchmarks/swap.py --out benchmarks/results/swap.json [--only GPT-2,...] 
 
 One process for each work and method. In lowtide's, plain steps are timed before and after each
 budget. Works are measured side by side, and use the GPU in turns (turns.py). A file that is there
-is added to, so that a run may be parted with --only.
+is added to, so that a run may be parted with --only, or cut off and gone on with by --resume.
 """
 
 import argparse
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--only", help="works whose names begin like one of these")
     parser.add_argument("--budgets", default=",".join(BUDGETS))
     parser.add_argument("--methods", default=",".join(["plain", "lowtide", *OTHERS[1:]]))
+    parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--side-by-side", type=int, default=SIDE_BY_SIDE, help="works at once")
     parser.add_argument("--traces", default="", help="write each traced step into this folder")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -73,6 +74,11 @@ def main() -> None:
             budgets = options.budgets.split(",") if method == "lowtide" else []
             if options.budgets == ",".join(BUDGETS) and budgets:
                 budgets[3:3] = AIMED.get(name, ())
+            if options.resume:
+                there = results["works"].get(name, {}).get(method, {})
+                budgets = [one for one in budgets if one not in there]
+                if not budgets and there:
+                    continue
             for row in run(name, method, budgets, options.traces, also):
                 show(name, method, row)
                 with lock:
