@@ -178,6 +178,8 @@ def test_what_is_here_stays_and_nobody_else_gets_its_bytes(seed: int) -> None:
     if not plan.missing:
         known = [i for i in range(len(step.sizes)) if life(step, i) <= step.ticks]
         assert all(i in where for i in known)
+    enough = plan_pages(step, PAGE, room + plan.missing, lasting, here)
+    assert not enough.missing, "what is missing is enough"
 
 
 WINDOWS = 1 << 40
@@ -252,6 +254,12 @@ def test_what_goes_before_anything_else_happens_lends_its_pages() -> None:
     step = record([(4 * PAGE, 1, 3), (4 * PAGE, 3, 5)], 5)
     plan = plan_pages(step, PAGE, 4 * PAGE, here={1: (0, (0, 1, 2, 3))})
     assert (plan.offsets, plan.missing, plan.height) == ([0, 0], 0, 4 * PAGE)
+
+
+def test_what_is_missing_counts_pages_that_are_in_use_already() -> None:
+    step = record([(PAGE, 0, 1)], 2)
+    missing = [plan_pages(step, PAGE, k * PAGE, lasting=[0, 1, 2]).missing for k in range(5)]
+    assert missing == [4 * PAGE, 3 * PAGE, 2 * PAGE, PAGE, 0]
 
 
 def test_of_a_block_that_shares_its_last_page_others_have_the_rest() -> None:

@@ -14,7 +14,7 @@ from strategies import traces
 from lowtide import BadInput, Trace, save_trace
 from lowtide._analyze.load import load_curve
 from lowtide._cli.simulate import simulate_command
-from lowtide._ir import Kind, Machine, OpIndex, Plan, ValueId
+from lowtide._ir import Kind, Machine, OpIndex, Phase, Plan, ValueId
 from lowtide._machine.link import line
 from lowtide._policy import problem as problems
 from lowtide._policy.autoswap import SCORES, CannotFit, autoswap
@@ -761,18 +761,15 @@ def test_what_leaves_does_not_meet_what_comes_back_just_in_time() -> None:
     assert simulate_slowly(trace, link, ahead.swaps).stall_seconds == pytest.approx(0)
 
 
-def test_while_an_optimizer_steps_what_leaves_is_dealt_with_at_few_moments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It steps in pieces there. Copies that wait for others can as well be asked for later."""
-    lines = ["device cuda:0", *(f"have s{i}:10 | state" for i in range(8))]
-    lines += [f"f{i} -> h{i}:10 | 9s" for i in range(8)]
-    lines += [f"b{i} h{i} -> | 9s backward" for i in reversed(range(8))]
-    lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(8)]
-    trace, link, limit = parse("\n".join(lines) + "\n"), machine(1.0), 110
-    problem = make_problem(
-        trace,
-        link,
+def with_state(states: int, layers: int, seconds: int, speed: float = 1.0) -> problems.Problem:
+    """A step of so many layers, and an optimizer that steps one state after the other."""
+    lines = ["device cuda:0", *(f"have s{i}:10 | state" for i in range(states))]
+    lines += [f"f{i} -> h{i}:10 | {seconds}s" for i in range(layers)]
+    lines += [f"b{i} h{i} -> | {seconds}s backward" for i in reversed(range(layers))]
+    lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(states)]
+    return make_problem(
+        parse("\n".join(lines) + "\n"),
+        machine(speed),
         reach=Reach.ALL,
         held=None,
         movable=None,
@@ -780,6 +777,14 @@ def test_while_an_optimizer_steps_what_leaves_is_dealt_with_at_few_moments(
         host_budget=None,
         smallest=1,
     )
+
+
+def test_while_an_optimizer_steps_what_leaves_is_dealt_with_at_few_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It steps in pieces there. Copies that wait for others can as well be asked for later."""
+    problem, link, limit = with_state(8, 8, 9), machine(1.0), 110
+    trace = problem.trace
     chosen = choose(problem, plain_score(problem, "lead", limit), limit).chosen
     later = best_within(problem, chosen, limit)
     monkeypatch.setattr(problems, "_postponed", lambda _, trial: trial)
@@ -794,3 +799,17 @@ def test_while_an_optimizer_steps_what_leaves_is_dealt_with_at_few_moments(
 
     assert len(moments(at_once)) >= 5
     assert len(moments(later)) <= 2
+
+
+@pytest.mark.parametrize(("layers", "limit", "speed"), [(8, 160, 10.0), (8, 150, 5.0)])
+def test_what_leaves_later_takes_no_room_from_pieces_that_step_at_once(
+    layers: int, limit: int, speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = with_state(16, layers, 1, speed)
+    chosen = choose(problem, plain_score(problem, "lead", limit), limit).chosen
+    later = best_within(problem, chosen, limit)
+    monkeypatch.setattr(problems, "_postponed", lambda _, trial: trial)
+    at_once = best_within(problem, chosen, limit)
+    stepping = np.array([op.phase is Phase.OPTIMIZER for op in problem.trace.ops])
+    held = [problems._most_held(problem, one.swaps, stepping) for one in (later, at_once)]
+    assert held[0] <= held[1]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from lowtide._analyze.load import rounded_bytes
 from lowtide._errors import BadInput
 from lowtide._ir import Machine, OpIndex, Phase, Swap, Trace, ValueId
 from lowtide._policy.candidates import Candidate, Reach, candidates, make_grid
@@ -13,7 +14,7 @@ from lowtide._policy.schedule import Stage, schedule
 from lowtide._policy.scores import Clock, Scores, aoa, doa, lead, make_clock, vote, wdoa
 from lowtide._policy.select import Selection, select
 from lowtide._simulate.outcome import Outcome
-from lowtide._simulate.simulate import Ground, prepare, simulate_on
+from lowtide._simulate.simulate import Ground, held_bytes, prepare, simulate_on
 
 PLAIN_SCORES = ("doa", "aoa", "wdoa", "swdoa", "vote", "lead")
 Pace = tuple[float, float]  # slack, and how far ahead, in steps: see `schedule`
@@ -149,29 +150,45 @@ def _postponed(problem: Problem, trial: Trial) -> Trial:
 
     A copy out has to wait for its turn, so it may be asked for at any moment from when the value
     falls idle until a little before that. Of the last such moments, in order, those are taken that
-    are needed. What has left is freed when the step is over, as long as the peak is no higher.
+    are needed. What has left is freed when the step is over, unless more would be held then.
     """
     outcome, clock, grid = trial.outcome, _as_it_came_out(trial.outcome), problem.stage.grid
-    count = clock.count
-    stepping = [op.phase is Phase.OPTIMIZER for op in problem.trace.ops]
-    stepping.append(stepping[-1])  # what is done at the end is done before the next step
+    end = grid.down(clock.count)
+    stepping = np.array([op.phase is Phase.OPTIMIZER for op in problem.trace.ops])
     last = {}
     for k, (start, _) in enumerate(outcome.out_spans):
-        if stepping[trial.swaps[k].after + 1]:
+        idle = trial.swaps[k].after + 1
+        if stepping[min(idle, clock.count - 1)]:
             turn = grid.down(clock.last_until(start - _BEFORE * clock.period))
-            last[k] = max(trial.swaps[k].after + 1, min(turn, count))
+            last[k] = max(idle, min(turn, end))
     swaps, moment = list(trial.swaps), -1
     for k in sorted(last, key=lambda k: (last[k], k)):
         if moment <= swaps[k].after:
             moment = last[k]
         swaps[k] = replace(swaps[k], after=OpIndex(moment - 1))
-    over = OpIndex(grid.up(count))
-    for k, swap in enumerate(swaps):
-        if swap.release < over <= swap.fetch and stepping[min(swap.release, count)]:
-            swaps[k] = replace(swap, release=over)
-    later = try_swaps(problem, swaps)
-    same = later.outcome.seconds <= outcome.seconds * (1 + _ROUNDING)
-    return later if same and later.outcome.peak_bytes <= outcome.peak_bytes else trial
+    over = OpIndex(grid.up(clock.count))
+    freed = [
+        replace(swap, release=over)
+        if swap.release < over <= swap.fetch and stepping[swap.release]
+        else swap
+        for swap in swaps
+    ]
+    if swaps == list(trial.swaps) == freed:
+        return trial
+    most = _most_held(problem, trial.swaps, stepping)
+    for some in (freed, swaps):
+        later = try_swaps(problem, some)
+        same = later.outcome.seconds <= outcome.seconds * (1 + _ROUNDING)
+        lower = later.outcome.peak_bytes <= outcome.peak_bytes
+        if same and lower and _most_held(problem, some, stepping) <= most:
+            return later
+    return trial
+
+
+def _most_held(problem: Problem, swaps: Sequence[Swap], during: npt.NDArray[np.bool_]) -> int:
+    """Bytes: what is free then is what pieces that step at once may take."""
+    sizes = [rounded_bytes(problem.trace, problem.trace.values[swap.value]) for swap in swaps]
+    return int(held_bytes(problem.ground, swaps, sizes)[during].max(initial=0))
 
 
 def _fastest(

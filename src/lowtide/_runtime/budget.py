@@ -36,7 +36,7 @@ from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.fused.groups import make_fuser
 from lowtide._runtime.holdings import device_in_use, device_of, parameters, persistent, trained
-from lowtide._runtime.plans import SPARE, plan_by_swapping, plan_by_tide
+from lowtide._runtime.plans import SWAPPING_SPARE, plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.driver import Driver
 from lowtide._runtime.swap.file_tier import FileTier
 from lowtide._runtime.swap.follow import in_words
@@ -389,7 +389,7 @@ class Budgeted:
             observed,
             machine,
             limit=None if free else self._bytes if most is None else most,
-            spare=SPARE if most is None and observed.trace.device != "cpu" else 0.0,
+            spare=SWAPPING_SPARE if most is None and observed.trace.device != "cpu" else 0.0,
             host_budget=self._host_budget or machine.host_bytes,  # what the tier gives, too
             smallest=_SMALLEST,
         )

@@ -22,7 +22,7 @@ from lowtide._runtime.workspaces import make_workspaces
 _PAGE = 2 << 20
 _HOME_BYTES = 512 << 20  # what stays is moved in portions: one must fit beside the rest
 _MOST_TIDIED = 3  # times in a fit, a device
-_SEGMENT = 20 << 20  # bytes that PyTorch takes at once for what is small
+_SEGMENT = 20 << 20  # bytes that PyTorch takes at once for what lies outside
 _PARKED = 0.5  # of the main memory that is free, at most, for what waits there
 _WORTH = 0.002  # of what is reserved: less waste than this is left alone
 

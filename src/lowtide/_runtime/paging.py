@@ -89,16 +89,18 @@ def plan_pages(
     }
     packing = _pack_small(step, [i for i in small if i not in stays])
     large = sorted(i for i in known.difference(small) if i in own or i not in stays)
-    load = _most_pages(step, large, page) + -(-packing.height // page) + len(crowded)
+    shared = sum(len(stays[i][1]) - len(row) for i, row in own.items())  # are counted there
+    load = _most_pages(step, large, page) + -(-packing.height // page) + len(crowded) - shared
     fixed = crowded.union(*own.values())
-    most = max(0, room // page - len(fixed))  # that others may have
+    most = room // page - len(fixed)  # that others may have
     some = min(most, int(_SPARE * load) + _SPARE_PAGES)
-    best: _Placed | None = None
     place = partial(_place, step, large, own, crowded, packing, page)
-    for count, way in ((some, _Way.RUNS), *((most, way) for way in _Way)):
+    best: _Placed | None = None
+    ways = [(most, way) for way in _Way]
+    for count, way in [(some, _Way.RUNS), *ways] if some < most else ways:
         if way is _Way.LENGTH and (len(large) > _MANY or load > room // page):
             break
-        placed = place(count, way)
+        placed = place(max(0, count), way)
         if best is None or placed.left_out < best.left_out:
             best = placed
         if not best.left_out:
@@ -120,26 +122,30 @@ def plan_pages(
         else:
             scattered[i] = tuple(map(int, row))
     height = max(best.top, int(max(fixed, default=-1)) + 1) * page
-    missing = _missing(place, most, best.left_out)
+    missing = _missing(place, most, load - room // page) if best.left_out else 0
     return PagePlan(offsets, scattered, height, best.top * page, load * page, missing * page)
 
 
-def _missing(place: Callable[..., "_Placed"], most: int, left_out: int) -> int:
-    """How many pages more all of it would need.
+def _missing(place: Callable[[int, _Way], "_Placed"], most: int, least: int) -> int:
+    """How many pages more all of it needs: at least so many, and an eighth too many at most.
 
     Where there is too little it is large blocks that find no place, and many more pages are left
     out than are missing.
     """
-    enough, least = left_out, 1
-    while enough and place(most + enough, _Way.LONGEST).left_out:
-        least, enough = enough + 1, 2 * enough
-    while least < enough:
-        more = (least + enough) // 2
-        if place(most + more, _Way.LONGEST).left_out:
-            least = more + 1
+
+    def fits(more: int) -> bool:
+        return most + more >= 0 and not place(most + more, _Way.LONGEST).left_out
+
+    low, high = 0, max(1, least, -most)
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > 1 + high // 8 and low:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
         else:
-            enough = more
-    return enough
+            low = middle
+    return high
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +243,10 @@ class _Pages:
             return None
         free = self._until >= until
         if longest:
-            some = np.flatnonzero(free)
-            found = np.sort(some[np.argsort(-self._until[some], kind="stable")[:count]])
+            found = np.flatnonzero(self._until == _FOREVER)[:count]
+            if len(found) < count:
+                some = np.flatnonzero(free)
+                found = np.sort(some[np.argsort(-self._until[some], kind="stable")[:count]])
             if len(found) < count:
                 return None
             self._mark(found)
@@ -284,8 +292,10 @@ class _Pages:
         held = np.flatnonzero((self._who >= 0) & (self._needed >= until))
         came, goes = made[self._who[held]], freed[self._who[held]]
         for page in free[np.argsort(self._until[free], kind="stable")]:
+            if not count:
+                return
             fits = (came > self._since[page]) & (goes <= self._until[page])
-            if not count or not fits.any():
+            if not fits.any():
                 continue
             at = int(np.argmax(np.where(fits, goes, -1)))
             other, who = int(held[at]), int(self._who[held[at]])
@@ -315,7 +325,7 @@ class _Pages:
         self._free += len(pages)
 
     def lacking(self, count: int, until: int) -> int:
-        """How many there are too few that are free until then; 0: or too few that are free."""
+        """Of so many, how many are free, but not until then; 0: they are, or too few are free."""
         enough = int((self._until >= until).sum())
         return count - enough if enough < count <= self._free else 0
 
@@ -347,7 +357,7 @@ def _place_large(
         if taken is not None:
             found[i] = taken
 
-    left = {i for i in large if step.freed[i] > step.ticks or i in own}
+    left = {i for i in large if step.freed[i] >= step.ticks}
     for i in sorted(left, key=lambda i: -step.sizes[i]):
         if i not in own:
             place(i, 0)
@@ -382,7 +392,7 @@ def _place_by_length(
     blocks = {i: (-(-step.sizes[i] // page), step.made[i], step.freed[i]) for i in large}
     theirs = {i: row.tolist() for i, row in own.items()}
     placed = place_by_length(blocks, step.ticks, theirs, pages.rest())
-    found = {i: np.array(row) for i, row in placed.items()}
+    found = {i: np.array(row, dtype=np.int64) for i, row in placed.items()}
     for row in found.values():
         pages.reach(row)
     return {**found, **own}

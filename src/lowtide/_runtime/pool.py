@@ -312,8 +312,9 @@ class Pool:
         plan = plan_pages(record, lane.page, room, lasting, self._core.left(lane.lane))
         if plan.missing:
             # Another plan leaves other holes: each time more of it is left than what is missing.
+            times = self._lacked[lane.lane]
             self._lacked[lane.lane] += 1
-            if self._shrink(plan.missing << (self._lacked[lane.lane] - 1)):
+            if self._shrink(plan.missing << times) or (times and self._shrink(plan.missing)):
                 return None
         self._lacked[lane.lane] = 0
         filled = self._core.fill(lane.lane, plan.filled, max(plan.height, highest))
