@@ -173,6 +173,16 @@ def test_chunks_that_nobody_needs_any_more_are_unlocked() -> None:
     tier.back(back.untyped_storage(), full).wait()
     assert torch.equal(back, content)
     tier.give(full)
+    tier.prepare(12 * MIB)  # nothing is in it: one chunk
+    first, second = tier.take(12 * MIB), tier.take(MIB)
+    assert first is not None and second is not None
+    tier.give(first)
+    tier.give(second)
+    tier.trim(10 * MIB)
+    assert tier.held_bytes() == 10 * MIB, "one chunk, and not the first of two"
+    whole = tier.take(10 * MIB, 0)
+    assert whole is not None
+    tier.give(whole)
     tier.close()
 
 

@@ -99,9 +99,17 @@ class PinnedTier:
                 self._grow(count - self._ranges.size)
 
     def trim(self, count: int) -> None:
-        """Unlock chunks, from the last on."""
+        """Unlock chunks, from the last on; all of them for one, if nothing is in them.
+
+        Planned places do not heed where chunks end, and what lies across goes elsewhere.
+        """
+        count = rounded_place(count)
         with self._lock:
-            while self._chunks and self._chunks[-1].start >= rounded_place(count):
+            if not self._ranges.taken and self._ranges.size > count:
+                self._drop()
+                if count:
+                    self._grow(count)
+            while self._chunks and self._chunks[-1].start >= count:
                 if not self._ranges.shrink(self._chunks[-1].start):
                     return
                 self._settle()
