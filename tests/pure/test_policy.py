@@ -44,6 +44,20 @@ def cand(size: int, after: int, until: int, value: int = 0) -> Candidate:
     )
 
 
+def problem_of(trace: Trace, link: Machine) -> problems.Problem:
+    """Anything may leave, anywhere."""
+    return make_problem(
+        trace,
+        link,
+        reach=Reach.ALL,
+        held=None,
+        movable=None,
+        positions=None,
+        host_budget=None,
+        smallest=1,
+    )
+
+
 def chain(layers: int, size: int = 1000, seconds: str = "1s") -> Trace:
     """So many ops forward, each leaving an activation, and as many backward that use them."""
     forward = [f"f{i} -> a{i}:{size} | {seconds}" for i in range(layers)]
@@ -701,16 +715,7 @@ def test_a_schedule_is_made_again_for_the_step_that_came_of_it(states: int, limi
     lines += ["f -> h:20 | 6s", "b h -> g:1 | 6s backward"]
     lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(states)]
     trace, link = parse("\n".join(lines) + "\n"), machine(2.0 if states == 6 else 5.0)
-    problem = make_problem(
-        trace,
-        link,
-        reach=Reach.ALL,
-        held=None,
-        movable=None,
-        positions=None,
-        host_budget=None,
-        smallest=1,
-    )
+    problem = problem_of(trace, link)
     chosen = choose(problem, plain_score(problem, "doa", limit), limit).chosen
     once = best_within(problem, chosen, limit, rounds=0)
     again = best_within(problem, chosen, limit)
@@ -742,16 +747,7 @@ def test_what_leaves_does_not_meet_what_comes_back_just_in_time() -> None:
     lines += [f"b{i} h{i} -> | 2s backward" for i in reversed(range(6))]
     lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(6)]
     trace, link, limit = parse("\n".join(lines) + "\n"), machine(5.0, together=0.7), 70
-    problem = make_problem(
-        trace,
-        link,
-        reach=Reach.ALL,
-        held=None,
-        movable=None,
-        positions=None,
-        host_budget=None,
-        smallest=1,
-    )
+    problem = problem_of(trace, link)
     chosen = choose(problem, plain_score(problem, "lead", limit), limit).chosen
     just_in_time = best_within(problem, chosen, limit, paces=[one for one in PACES if not one[1]])
     ahead = best_within(problem, chosen, limit)
@@ -767,16 +763,7 @@ def with_state(states: int, layers: int, seconds: int, speed: float = 1.0) -> pr
     lines += [f"f{i} -> h{i}:10 | {seconds}s" for i in range(layers)]
     lines += [f"b{i} h{i} -> | {seconds}s backward" for i in reversed(range(layers))]
     lines += [f"o s{i} -> s{i} | 1s optimizer" for i in range(states)]
-    return make_problem(
-        parse("\n".join(lines) + "\n"),
-        machine(speed),
-        reach=Reach.ALL,
-        held=None,
-        movable=None,
-        positions=None,
-        host_budget=None,
-        smallest=1,
-    )
+    return problem_of(parse("\n".join(lines) + "\n"), machine(speed))
 
 
 def test_while_an_optimizer_steps_what_leaves_is_dealt_with_at_few_moments(

@@ -22,9 +22,7 @@ from lowtide._runtime.swap.script import Observed
 _ACT_SECONDS = 45e-6  # of the host, for each part of a swap; seen beside an H200
 _BUSY = 0.9  # of a step: a device that computes for less waits for the host
 _BOUND = 0.95  # ... and for one that computes for more the host waits
-SWAPPING_SPARE = (
-    0.005  # of a limit, by swapping alone; steps that are laid out show what else is missing
-)
+SWAPPING_SPARE = 0.005  # of a limit, by swapping alone: layouts show what else is missing
 _SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 
 
