@@ -13,6 +13,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from turns import write_results
 import lowtide
 
 PROFILED = 3  # steps
+SETTLED = {"tide": settle, "autoswap": learn}  # what to wait with until steps have
 
 
 def main() -> None:
@@ -42,14 +44,20 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", metavar="WORK:POLICY:BUDGET")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = True
-    results: dict[str, Any] = {"machine": machine_facts(), "cases": {}}
+    cases: dict[str, tuple[str, str, str]] = {}
     for case in options.cases:
-        begins, policy, budget = case.split(":")
+        parts: list[str] = case.split(":")
+        if len(parts) != 3 or parts[1] not in SETTLED:
+            parser.error(f"{case}: give WORK:POLICY:BUDGET, by {' or '.join(SETTLED)}")
+        begins, policy, budget = parts
         name = next((one for one in WORKS if one.startswith(begins)), None)
         if name is None:
             parser.error(f"no work begins like {begins}: there are {', '.join(WORKS)}")
-        row = results["cases"][case] = compare(name, policy, budget)
+        cases[case] = name, policy, budget
+    torch.backends.cuda.matmul.allow_tf32 = True
+    results: dict[str, Any] = {"machine": machine_facts(), "cases": {}}
+    for case, what in cases.items():
+        row = results["cases"][case] = compare(*what)
         show(case, row)
         if options.out:
             write_results(options.out, results)
@@ -61,15 +69,15 @@ def compare(name: str, policy: str, budget: str) -> dict[str, Any]:
     """One case."""
     subject = build(name)
     step = step_of(name, subject)
-    plain_seconds = sorted(plain_times(step))
+    plain_seconds = median(plain_times(step))
     plain = profiled(step)
     with lowtide.fit(subject.model, subject.optimizer, policy=policy, budget=budget) as tide:
-        (settle if policy == "tide" else learn)(tide, step)
-        seconds = sorted(timed(step))
+        SETTLED[policy](tide, step)
+        seconds = median(timed(step))
         other = profiled(step)
     return {
-        "plain_seconds": plain_seconds[len(plain_seconds) // 2],
-        "seconds": seconds[len(seconds) // 2],
+        "plain_seconds": plain_seconds,
+        "seconds": seconds,
         "plain": spent(plain),
         "other": spent(other),
         "by_copies": by_copies(plain, other),

@@ -16,7 +16,10 @@ from typing import Any
 _COMPUTES = ("kernel", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _GAPS = (1e-3, 1e-4, 1e-5, 0.0)  # seconds
+_MOST = 12  # of what differs most
 _WAYS = {"DtoH": "out", "HtoD": "in"}
+
+Calls = Mapping[str, tuple[int, float]]  # by name: how many, and their seconds
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Steps:
     count: int
     ran: Sequence[Ran]
     copies: Mapping[str, Sequence[Ran]]  # by way: "out", "in"
-    calls: Mapping[str, tuple[int, float]]  # of the host to the driver: how many, seconds
+    calls: Calls  # of the host to the driver
 
 
 def read_steps(events: Iterable[Mapping[str, Any]], count: int) -> Steps:
@@ -73,22 +76,9 @@ def read_steps(events: Iterable[Mapping[str, Any]], count: int) -> Steps:
     return Steps(count, busiest, copies, calls)
 
 
-def by_call(plain: Steps, other: Steps, most: int = 10) -> list[dict[str, Any]]:
+def by_call(plain: Steps, other: Steps) -> list[dict[str, Any]]:
     """What the host asks the driver for, a step: the calls whose time differs most."""
-    rows: list[dict[str, Any]] = []
-    for name in plain.calls.keys() | other.calls.keys():
-        first, second = (steps.calls.get(name, (0, 0.0)) for steps in (plain, other))
-        rows.append(
-            {
-                "name": name,
-                "plain_calls": first[0] / plain.count,
-                "calls": second[0] / other.count,
-                "plain_seconds": first[1] / plain.count,
-                "seconds": second[1] / other.count,
-            }
-        )
-    rows.sort(key=lambda row: -abs(row["seconds"] - row["plain_seconds"]))
-    return rows[:most]
+    return _most_different(plain.calls, other.calls, plain.count, other.count)
 
 
 def by_gap(steps: Steps) -> list[dict[str, Any]]:
@@ -138,9 +128,9 @@ def by_copies(plain: Steps, other: Steps) -> dict[str, dict[str, float]]:
     first, second = _by_name(plain), _by_name(other)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name in first.keys() & second.keys():
-        if len(first[name]) * other.count != len(second[name]) * plain.count:
-            continue
-        each = len(first[name]) // plain.count
+        each, odd = divmod(len(first[name]), plain.count)
+        if odd or len(second[name]) != each * other.count:
+            continue  # not the same ones in every step
         typical = [0.0] * each
         for at, one in enumerate(first[name]):
             typical[at % each] += (one.end - one.begin) / plain.count
@@ -155,22 +145,31 @@ def by_copies(plain: Steps, other: Steps) -> dict[str, dict[str, float]]:
     }
 
 
-def by_name(plain: Steps, other: Steps, most: int = 12) -> list[dict[str, Any]]:
+def by_name(plain: Steps, other: Steps) -> list[dict[str, Any]]:
     """The kernels whose time differs most."""
-    first, second = _by_name(plain), _by_name(other)
+    first, second = (
+        {name: (len(ran), sum(one.end - one.begin for one in ran)) for name, ran in found.items()}
+        for found in (_by_name(plain), _by_name(other))
+    )
+    return _most_different(first, second, plain.count, other.count)
+
+
+def _most_different(first: Calls, second: Calls, of: int, others: int) -> list[dict[str, Any]]:
+    """Of so many steps each: a step's calls and seconds side by side."""
     rows: list[dict[str, Any]] = []
     for name in first.keys() | second.keys():
+        (calls, seconds), (now, taken) = first.get(name, (0, 0.0)), second.get(name, (0, 0.0))
         rows.append(
             {
                 "name": name,
-                "plain_calls": len(first[name]) / plain.count,
-                "calls": len(second[name]) / other.count,
-                "plain_seconds": sum(one.end - one.begin for one in first[name]) / plain.count,
-                "seconds": sum(one.end - one.begin for one in second[name]) / other.count,
+                "plain_calls": calls / of,
+                "calls": now / others,
+                "plain_seconds": seconds / of,
+                "seconds": taken / others,
             }
         )
     rows.sort(key=lambda row: -abs(row["seconds"] - row["plain_seconds"]))
-    return rows[:most]
+    return rows[:_MOST]
 
 
 def _by_name(steps: Steps) -> dict[str, list[Ran]]:

@@ -91,3 +91,9 @@ def test_calls_of_the_host_are_counted() -> None:
     plain, ours = read_steps(kernel("a", 0, 2), 1), read_steps(kernel("a", 0, 2) * 2, 1)
     (row,) = by_call(plain, ours)
     assert (row["name"], row["plain_calls"], row["calls"]) == ("launch", 1, 2)
+
+
+def test_what_runs_in_some_steps_only_is_not_compared() -> None:
+    some = read_steps([*kernel("a", 0, 2), *kernel("b", 2, 4), *kernel("a", 4, 6)], 2)
+    assert list(by_copies(some, some)) == ["nothing"]  # of a, and not of b
+    assert by_copies(some, some)["nothing"]["plain_seconds"] == pytest.approx(2e-6)
