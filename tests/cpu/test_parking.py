@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide._runtime import cuda
 from lowtide._runtime.core import Mode
 from lowtide._runtime.cuda import CudaPlace
 
@@ -189,3 +190,18 @@ def test_what_was_emptied_is_given_back_before_others_move(monkeypatch: pytest.M
     place._exchange = exchange
     place._relocate(0, lambda _: True)
     assert happened == [0, 2000, 2000, 0, 1000, 1000, 0]
+
+
+def test_what_lies_in_pages_leaves_room_for_a_segment_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where PyTorch is not held to the budget by itself; where it is, all of that is theirs."""
+    gib = 1 << 30
+    place: Any = object.__new__(CudaPlace)
+    place.core = SimpleNamespace(count=lambda _: SimpleNamespace(page_bytes=5 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 6 * gib)  # one of it outside
+    monkeypatch.setattr(cuda, "_limit", lambda _: 100 * gib)
+    place._most = lambda: 8 * gib
+    assert place.page_room(0) == 7 * gib - cuda._SEGMENT
+    place._most = lambda: None
+    assert place.page_room(0) == 99 * gib

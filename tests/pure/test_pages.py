@@ -373,11 +373,18 @@ def test_where_not_all_has_a_place_steps_are_asked_to_need_less() -> None:
         assert asked[0] >= PAGE
         assert asked[:3] == [asked[0], 2 * asked[0], 4 * asked[0]]  # the same is missing each time
         assert made.pool.summary().plans == 0
-        made.pool._shrink = lambda _: False  # they cannot: it goes on as well as it can
+        asked.clear()
+
+        def cannot(count: int) -> bool:
+            asked.append(count)
+            return False
+
+        made.pool._shrink = cannot  # it goes on as well as it can
         for _ in range(4):
             left = steps.step(made.host, left)
             made.pool.mark()
         assert made.pool.summary().plans == 1
+        assert asked[0] > asked[1], "more than what is missing, and then that"
         for block in left:
             made.host.free(block)
 

@@ -55,3 +55,9 @@ def test_widened_lives_are_the_longest_seen() -> None:
     first = record([512, 512, 512], [0, 1, 2], [3, 4, -1], 6)
     second = record([512, 512, 512], [0, 1, 2], [4, 3, 5], 6)
     assert widened(first, second).freed == [4, 4, -1]
+
+
+def test_what_is_freed_first_in_the_next_step_is_also_in_a_wider_one() -> None:
+    short, long = record([512], [1], [4], 4), record([512], [1], [6], 6)
+    assert widened(short, long).freed == widened(long, short).freed == [6]
+    assert widened(short, record([512], [1], [3], 6)).freed == [6]

@@ -34,7 +34,7 @@ def widened(step: StepRecord, other: StepRecord) -> StepRecord:
     assert step.sizes == other.sizes
     ticks = max(step.ticks, other.ticks)
     rows = [
-        [end + ticks - one.ticks if end > one.ticks else end for end in one.freed]
+        [end + ticks - one.ticks if end >= one.ticks else end for end in one.freed]
         for one in (step, other)
     ]
     freed = [-1 if -1 in ends else max(ends) for ends in zip(*rows, strict=True)]
