@@ -196,6 +196,8 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
                 for key in ("replayed_ops", "dropped", "swapped", "swapped_bytes")
             },
             "steps_before": len(planned.modes),
+            "taped_steps": planned.tapes.steps,
+            "last_ended": planned.tapes.why,
             "summary": fitted.summary(),
         }
 

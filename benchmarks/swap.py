@@ -27,7 +27,7 @@ from turns import Turn, table, write_results
 SIDE_BY_SIDE = 2  # works: what they pin has to fit in main memory
 WARM, TIMED, MOST_TIMED = 3, 6, 200
 TIMED_SECONDS = 1.0  # of short steps, as many as take so long: the host is not always as fast
-LEARNING, PATIENCE, FOLLOWED = 8, 24, 2  # steps before: at least, at most, where they are to lie
+LEARNING, PATIENCE, FOLLOWED = 8, 36, 2  # steps before: at least, at most, where they are to lie
 BUDGETS = ("free", "0.95", "0.9", "0.8", "0.6", "0.4")
 AIMED = {"Llama-1B-like 4x2048": ("30GiB",)}  # besides
 OTHERS = ("plain", "offload_activations", "save_on_cpu")

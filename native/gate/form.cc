@@ -1,5 +1,9 @@
 #include "form.h"
 
+#include <ATen/core/jit_type.h>
+#include <ATen/ScalarOps.h>
+#include <c10/core/TensorOptions.h>
+
 #include <cstring>
 
 namespace lowtide {
@@ -58,7 +62,10 @@ std::optional<Form> Form::of(const c10::OperatorHandle& op, const c10::IValue* g
   Form form(op);
   for (std::size_t i = 0; i < count; ++i)
     if (!form.add(given[i])) return std::nullopt;
-  if (form.looks_.empty()) return std::nullopt;
+  if (!form.looks_.empty()) form.device_ = form.looks_.front().device;
+  for (const c10::IValue& one : form.plain_)
+    if (!form.device_ && one.isDevice()) form.device_ = one.toDevice();
+  if (!form.device_) return std::nullopt;
   return form;
 }
 
@@ -131,6 +138,42 @@ bool Form::fits(const c10::IValue& given, At& at) const {
   for (std::size_t i = 0; i < items.size(); ++i)
     if (!fits(items.get(i), at)) return false;
   return true;
+}
+
+std::vector<c10::IValue> Form::filled(const std::vector<c10::Storage>& storages) const {
+  At at;
+  std::vector<c10::IValue> given;
+  const auto& arguments = op_.schema().arguments();
+  for (std::size_t i = 0; at.kind < kinds_.size(); ++i)
+    given.push_back(filled(arguments[i].type(), storages, at));
+  return given;
+}
+
+c10::IValue Form::filled(const c10::TypePtr& type, const std::vector<c10::Storage>& storages,
+                         At& at) const {
+  const Kind kind = kinds_[at.kind++];
+  if (kind == Kind::kTensor) {
+    const c10::Storage& storage = storages.at(at.look);
+    const Look& look = looks_[at.look++];
+    const auto key = c10::computeDispatchKey(look.dtype, c10::kStrided, look.device);
+    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(look.dtype));
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(look.sizes, look.strides, look.offset);
+    return tensor;
+  }
+  c10::TypePtr bare = type;
+  if (const auto optional = type->cast<c10::OptionalType>()) bare = optional->getElementType();
+  const c10::IValue& ours = plain_[at.plain++];
+  if (kind == Kind::kPlain) {
+    if (bare->kind() != c10::TypeKind::TensorType || ours.isNone()) return ours;
+    at::Tensor number = at::scalar_to_tensor(ours.toScalar());  // shown to Python as a number
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return number;
+  }
+  const c10::TypePtr element = bare->expectRef<c10::ListType>().getElementType();
+  c10::impl::GenericList items(element);
+  for (std::int64_t i = 0; i < ours.toInt(); ++i) items.push_back(filled(element, storages, at));
+  return items;
 }
 
 }  // namespace lowtide

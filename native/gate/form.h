@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Storage.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -15,16 +16,19 @@ namespace lowtide {
 
 class Form {
  public:
-  // None where something was given that cannot be compared, or no tensor at all.
+  // None where something was given that cannot be compared, or nothing that says where it runs.
   static std::optional<Form> of(const c10::OperatorHandle& op, const c10::IValue* given,
                                 std::size_t count);
 
   // Whether these are given now: all numbers to the last bit, all tensors but for their bytes.
   bool fits(const c10::IValue* given, std::size_t count) const;
 
+  // What to give so that the same is done to other bytes: a storage for each tensor, in order.
+  std::vector<c10::IValue> filled(const std::vector<c10::Storage>& storages) const;
+
   const c10::OperatorHandle& op() const { return op_; }
   std::int64_t id = 0;  // by which Python knows it
-  c10::Device device() const { return looks_.front().device; }
+  c10::Device device() const { return *device_; }  // of the first tensor, or else as was asked for
 
  private:
   explicit Form(const c10::OperatorHandle& op) : op_(op) {}
@@ -45,11 +49,14 @@ class Form {
 
   bool add(const c10::IValue& given);
   bool fits(const c10::IValue& given, At& at) const;
+  c10::IValue filled(const c10::TypePtr& type, const std::vector<c10::Storage>& storages,
+                     At& at) const;
 
   c10::OperatorHandle op_;
   std::vector<Kind> kinds_;
   std::vector<c10::IValue> plain_;  // what are no tensors, and for lists of those their length
   std::vector<Look> looks_;         // of the tensors, in order
+  std::optional<c10::Device> device_;
 };
 
 // A number where a tensor could be given: Python is shown the number.

@@ -37,28 +37,8 @@
 #include <vector>
 
 #include "form.h"
-
-// Of Python's and PyTorch's own headers only this is needed, and Python's are not always there.
-struct _object;
-using PyObject = _object;
-PyObject* THPStorage_Wrap(c10::Storage storage);
-extern "C" {
-int PyGILState_Ensure();
-void PyGILState_Release(int);
-PyObject* PyTuple_New(std::ptrdiff_t);
-int PyTuple_SetItem(PyObject*, std::ptrdiff_t, PyObject*);
-PyObject* PyLong_FromLongLong(long long);
-PyObject* PyLong_FromVoidPtr(void*);
-int PyDict_Contains(PyObject*, PyObject*);
-void PyErr_Clear();
-PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
-void Py_IncRef(PyObject*);
-void Py_DecRef(PyObject*);
-void PyErr_Fetch(PyObject**, PyObject**, PyObject**);
-void PyErr_Restore(PyObject*, PyObject*, PyObject*);
-void PyErr_WriteUnraisable(PyObject*);
-int Py_AddPendingCall(int (*)(void*), void*);
-}
+#include "python.h"
+#include "tape.h"
 
 namespace {
 
@@ -72,8 +52,12 @@ enum Kind : int {
   kWriter = 3,
   kRandom = 4,
   kStatistics = 5,
-  kWritten = 6
+  kWritten = 6,
+  kWrittenRandom = 7
 };
+
+namespace tape = lowtide::tape;
+using lowtide::Locked;
 using Form = lowtide::Form;
 
 struct Known {
@@ -158,8 +142,17 @@ class Gate final : public PyInterpreterVTable {
       if (has_class_of_its_own(*given)) return false;
     }
     if (known.writes != 0 && !writes_elsewhere(*stack, count, known.writes)) return false;
-    if (kind == kRandom) return draw(op, stack, count);
-    return kind == kWritten ? record(op, stack, count) : run(op, stack, count, kind);
+    switch (kind) {
+      case kRandom:
+        return draw(*stack, count, [&](const at::Tensor&) { return run(op, stack, count, kind); });
+      case kWritten:
+        return record(op, stack, count, {});
+      case kWrittenRandom:
+        return draw(*stack, count,
+                    [&](const at::Tensor& state) { return record(op, stack, count, state); });
+      default:
+        return run(op, stack, count, kind);
+    }
   }
 
   // Whether Python knows nothing of what is written to.
@@ -172,9 +165,11 @@ class Gate final : public PyInterpreterVTable {
         if (tensor.has_storage()) storages.push_back(tensor.storage().unsafeGetStorageImpl());
       });
     }
-    const int state = PyGILState_Ensure();
+    const Locked lock;
     bool elsewhere = true;
     for (void* const storage : storages) {
+      if (tape::is_on() && !tape::about_to_write(static_cast<c10::StorageImpl*>(storage)))
+        raise_soon(recorder.load());
       PyObject* const key = PyLong_FromVoidPtr(storage);
       for (const auto& table : watched) {
         PyObject* const known = table.load(std::memory_order_acquire);
@@ -184,29 +179,38 @@ class Gate final : public PyInterpreterVTable {
       }
       Py_DecRef(key);
     }
-    PyGILState_Release(state);
     return elsewhere;
   }
 
-  // An op that draws random numbers: should it have to run again, it draws the same.
-  static bool draw(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count) {
+  // The device whose random numbers an op draws; none where that is not plain to see.
+  static std::optional<c10::Device> draws_on(const torch::jit::Stack& stack, std::size_t count) {
     std::optional<c10::Device> device;
-    const c10::IValue* const first = stack->data() + (stack->size() - count);
+    const c10::IValue* const first = stack.data() + (stack.size() - count);
     for (const c10::IValue* given = first; given != first + count; ++given) {
-      if (given->isGenerator() || given->isDevice()) return false;
+      if (given->isGenerator() || given->isDevice()) return std::nullopt;
       lowtide::each_tensor(*given, [&](const at::Tensor& tensor) {
         if (!device || device->is_cpu()) device = tensor.device();
       });
     }
-    if (!device || !(device->is_cpu() || device->is_cuda())) return false;
+    if (device && !device->is_cpu() && !device->is_cuda()) return std::nullopt;
+    return device;
+  }
+
+  // An op that draws random numbers: should it have to run again, it draws the same. `work` is given
+  // the state of the generator.
+  template <typename Work>
+  static bool draw(const torch::jit::Stack& stack, std::size_t count, const Work& work) {
+    const std::optional<c10::Device> device = draws_on(stack, count);
+    if (!device) return false;
     at::Generator generator = at::globalContext().defaultGenerator(*device);
-    const c10::impl::ExcludeDispatchKeyGuard without(python_keys());
     at::Tensor state;
     {
+      const c10::impl::ExcludeDispatchKeyGuard without(python_keys());
       const std::lock_guard<std::mutex> lock(generator.mutex());
       state = generator.get_state();
     }
-    if (run(op, stack, count, kRandom)) return true;
+    if (work(state)) return true;
+    const c10::impl::ExcludeDispatchKeyGuard without(python_keys());
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(state);
     return false;
@@ -216,8 +220,9 @@ class Gate final : public PyInterpreterVTable {
     return c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   }
 
-  // An op that is written down.
-  static bool record(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count) {
+  // An op that is written down; with the state of the generator, if it draws.
+  static bool record(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count,
+                     const at::Tensor& random) {
     const std::int64_t number = next_number.load(std::memory_order_relaxed);
     const c10::IValue* const first = stack->data() + (stack->size() - count);
     const std::shared_ptr<const Form> form = form_of(op, number, first, count);
@@ -226,8 +231,8 @@ class Gate final : public PyInterpreterVTable {
       return false;
     }
     const std::vector<c10::IValue> given(first, first + count);
-    if (!run(op, stack, count, kPlain)) return false;
-    tell(*form, number, given, *stack, op.schema().returns().size());
+    if (!run(op, stack, count, random.defined() ? kRandom : kPlain)) return false;
+    tell(*form, number, given, *stack, op.schema().returns().size(), random);
     return true;
   }
 
@@ -243,7 +248,15 @@ class Gate final : public PyInterpreterVTable {
 
   // Which storages were read, and which may have been made: with their place among the results.
   static void tell(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given,
-                   const torch::jit::Stack& stack, std::size_t results) {
+                   const torch::jit::Stack& stack, std::size_t results, const at::Tensor& random) {
+    if (tape::is_on()) {
+      const Locked lock;
+      if (tape::is_on()) {
+        if (tape::note(form, number, given, stack.data() + (stack.size() - results), results, random))
+          return;
+        if (!tape::hand_over("an op is not as it was")) raise_soon(recorder.load());
+      }
+    }
     std::vector<c10::Storage> read, made;
     std::vector<std::int64_t> places;
     for (const c10::IValue& one : given)
@@ -260,22 +273,23 @@ class Gate final : public PyInterpreterVTable {
         }
         ++place;
       });
-    const int state = PyGILState_Ensure();
+    const Locked lock;
     PyObject* const told = recorder.load(std::memory_order_acquire);
-    if (told == nullptr) return PyGILState_Release(state);
+    if (told == nullptr) return;
     Py_IncRef(told);
+    PyObject* state = random.defined() ? THPVariable_Wrap(random) : &_Py_NoneStruct;
+    if (!random.defined()) Py_IncRef(state);
     PyObject* const arguments[] = {PyLong_FromLongLong(form.id), PyLong_FromLongLong(number),
-                                   wrapped(read), wrapped(made), numbers(places)};
+                                   wrapped(read), wrapped(made), numbers(places), state};
     PyObject* const answer =
         PyObject_CallFunctionObjArgs(told, arguments[0], arguments[1], arguments[2], arguments[3],
-                                     arguments[4], nullptr);
+                                     arguments[4], arguments[5], nullptr);
     if (answer == nullptr)
       raise_soon(told);  // the op has run, and is not written down: then it is not made again
     else
       Py_DecRef(answer);
     for (PyObject* const one : arguments) Py_DecRef(one);
     Py_DecRef(told);
-    PyGILState_Release(state);
   }
 
   // What was raised may be a signal's: it goes on where Python can raise it.
@@ -333,7 +347,9 @@ class Gate final : public PyInterpreterVTable {
           static_cast<std::uint64_t>(next_number.load(std::memory_order_relaxed));
       const std::size_t word = number / 64;
       if (word < written_down.size() && (written_down[word] >> (number % 64) & 1))
-        return {known.kind == kPlain ? kWritten : kUnknown};
+        return {known.kind == kPlain ? kWritten
+                    : known.kind == kRandom ? kWrittenRandom
+                                            : kUnknown};
     }
     return known;
   }
@@ -372,6 +388,20 @@ class Gate final : public PyInterpreterVTable {
 
   const PyInterpreterVTable* const real_;
 };
+
+}  // namespace
+
+std::shared_ptr<const lowtide::Form> lowtide::tape::known_form(std::int64_t number,
+                                                               std::int64_t id) {
+  std::shared_lock lock(guard);
+  const auto found = forms.find(number);
+  if (found == forms.end()) return nullptr;
+  for (const auto& form : found->second)
+    if (form->id == id) return form;
+  return nullptr;
+}
+
+namespace {
 
 PyInterpreter* interpreter = nullptr;  // whose table was replaced
 const PyInterpreterVTable* real = nullptr;
@@ -412,8 +442,9 @@ void lowtide_gate_write_down(const std::uint64_t* words, std::int64_t count) {
 }
 
 // Whom to tell of ops that are written down and whose form is known, or nobody: something to call
-// with the form's id, the op's number, the storages it read, those it may have made, and where among
-// the results the latter are. Python keeps it until there is another.
+// with the form's id, the op's number, the storages it read, those it may have made, where among the
+// results the latter are, and the state of the generator if it draws. Python keeps it until there is
+// another.
 void lowtide_gate_record_by(void* told) {
   recorder.store(static_cast<PyObject*>(told), std::memory_order_release);
 }

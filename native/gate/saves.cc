@@ -23,36 +23,8 @@
 #include <string>
 #include <vector>
 
-// Of Python's and PyTorch's own headers only this is needed, and Python's are not always there.
-struct _object;
-using PyObject = _object;
-PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
-extern "C" {
-struct MethodDef {  // PyMethodDef
-  const char* name;
-  PyObject* (*call)(PyObject*, PyObject*);
-  int flags;
-  const char* doc;
-};
-extern PyObject _Py_NoneStruct;
-PyObject* PyCFunction_NewEx(MethodDef*, PyObject*, PyObject*);
-PyObject* PyObject_GetAttrString(PyObject*, const char*);
-PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
-PyObject* PyObject_Type(PyObject*);
-PyObject* PyTuple_New(std::ptrdiff_t);
-int PyTuple_SetItem(PyObject*, std::ptrdiff_t, PyObject*);
-PyObject* PyLong_FromLongLong(long long);
-void* PyLong_AsVoidPtr(PyObject*);
-PyObject* PyUnicode_FromString(const char*);
-std::ptrdiff_t PyDict_Size(PyObject*);
-PyObject* PyWeakref_NewRef(PyObject*, PyObject*);
-PyObject* PyCapsule_New(void*, const char*, void (*)(PyObject*));
-int PyCapsule_IsValid(PyObject*, const char*);
-void* PyCapsule_GetPointer(PyObject*, const char*);
-void Py_IncRef(PyObject*);
-void Py_DecRef(PyObject*);
-void PyErr_Clear();
-}
+#include "python.h"
+#include "tape.h"
 
 // Whom this works for.
 struct Python {
@@ -70,7 +42,8 @@ namespace {
 
 constexpr const char* kName = "lowtide.plain";
 constexpr int kOneArgument = 8;                       // METH_O
-constexpr std::uint8_t kPlain = 1, kEventful = 2;     // of an event: see `lowtide_saves_script`
+// Of an event: see `lowtide_saves_script`.
+constexpr std::uint8_t kPlain = 1, kEventful = 2, kTaped = 4;
 
 struct Plain {
   at::Tensor tensor;  // undefined once it has become Python's
@@ -83,7 +56,22 @@ struct Plain {
   PyObject* handle = nullptr;      // Python's
   PyObject* capsule = nullptr;     // in which it lies
   std::int64_t age = 0;
+  int value = -1;                  // of the tape, that it lies on
+  std::int64_t step = 0;           // ... and the tape's step
+
+  // The tape knows what has become of it.
+  bool is_taped() const {
+    return value >= 0 && handle == nullptr && lowtide::tape::is_known() &&
+        step == lowtide::tape::step();
+  }
+  // Nobody does: a step that was to be Python's was broken off.
+  bool is_lost() const {
+    return value >= 0 && handle == nullptr && !is_taped() && tensor.storage().nbytes() == 0 &&
+        tensor.numel() > 0;
+  }
 };
+
+namespace tape = lowtide::tape;
 
 // Never destroyed: saved tensors may outlive everything.
 Python python{};
@@ -95,6 +83,7 @@ auto& flags = *new std::vector<std::uint8_t>;
 std::int64_t asked_code = 0;  // plus the number of a save: the code of the event that it is asked for
 bool running = false;         // a step goes on as planned
 bool asks_count = true;       // to be asked for a saved tensor is an event
+bool attentive = false;       // Python is told of every event
 std::int64_t next_event = 0;  // by its place in them
 std::int64_t saves = 0;       // so far, in this step
 std::int64_t before = 0;      // ... and in all steps before it
@@ -161,6 +150,8 @@ at::Tensor detached(const at::Tensor& tensor) {
 void forget(PyObject* capsule) {
   auto* const plain = static_cast<Plain*>(PyCapsule_GetPointer(capsule, kName));
   kept.erase(plain->age);
+  plain->tensor.reset();
+  if (plain->is_taped()) tape::unsaved(plain->value);
   PyObject *const handle = plain->handle, *const original = plain->original;
   delete plain;
   if (original != nullptr) Py_DecRef(original);
@@ -170,15 +161,14 @@ void forget(PyObject* capsule) {
 // Whether the event at hand may be dealt with here.
 bool goes_on(std::int64_t code) {
   const auto place = static_cast<std::size_t>(next_event);
-  return running && place < codes.size() && codes[place] == code && (flags[place] & kPlain) != 0;
+  if (!running || place >= codes.size() || codes[place] != code) return false;
+  return (flags[place] & kPlain) != 0 || ((flags[place] & kTaped) != 0 && tape::is_on());
 }
 
 // True: Python has done what there was to do, or there was nothing. False: it has raised.
 bool happen(std::int64_t code) {
-  if ((flags[static_cast<std::size_t>(next_event)] & kEventful) == 0) {
-    ++next_event;
-    return true;
-  }
+  if ((flags[static_cast<std::size_t>(next_event)] & kEventful) == 0 && !attentive)
+    return tape::happen(next_event++);
   PyObject* const number = PyLong_FromLongLong(code);
   PyObject* const done = PyObject_CallFunctionObjArgs(python.happened, number, nullptr);
   Py_DecRef(number);
@@ -211,6 +201,17 @@ std::unique_ptr<Plain> made_plain(PyObject* given, const at::Tensor& tensor) {
   return plain;
 }
 
+// False: the tape is about another tensor than this one.
+bool is_put_on_tape(Plain& plain) {
+  const int value = tape::value_of_save(saves);
+  if (value < 0) return true;
+  if (plain.itself || !tape::saved(value, plain.tensor.storage().unsafeGetStorageImpl()))
+    return false;
+  plain.value = value;
+  plain.step = tape::step();
+  return true;
+}
+
 PyObject* pack(PyObject*, PyObject* given) {
   std::unique_ptr<Plain> made;
   try {
@@ -223,6 +224,10 @@ PyObject* pack(PyObject*, PyObject* given) {
   if (made == nullptr && python.pack == nullptr) {  // nobody is there any more
     Py_IncRef(given);
     return given;
+  }
+  if (made != nullptr && tape::is_on() && running && !is_put_on_tape(*made)) {
+    made = nullptr;
+    if (!tape::hand_over("another tensor is saved")) return nullptr;
   }
   if (made == nullptr) return PyObject_CallFunctionObjArgs(python.pack, given, nullptr);
   Plain* const plain = made.release();
@@ -265,12 +270,20 @@ PyObject* shown(const Plain& plain) {
     if (found == nullptr || found != &_Py_NoneStruct) return found;
     Py_DecRef(found);
   }
-  return THPVariable_Wrap(plain.tensor);
+  // Of one that may be dropped, what is handed out can be told from what is kept.
+  return THPVariable_Wrap(plain.value < 0 ? plain.tensor : detached(plain.tensor));
 }
 
-// From now on it is Python's. The caller keeps the capsule. False: Python has raised.
-bool become(Plain* plain) {
+// From now on it is Python's, which is `handed` all that the tape knows, or has it. The caller keeps
+// the capsule. False: Python has raised.
+bool become(Plain* plain, bool handed) {
   if (plain->handle != nullptr) return true;
+  if (plain->is_taped() && !handed)
+    return tape::hand_over("a saved tensor is to be Python's") && become(plain, true);
+  if (plain->is_lost()) {
+    PyErr_SetString(PyExc_RuntimeError, "a saved tensor was lost when lowtide was interrupted");
+    return false;
+  }
   PyObject* const tensor = THPVariable_Wrap(plain->tensor);
   PyObject* const version = PyLong_FromLongLong(plain->version);
   PyObject* const number = PyLong_FromLongLong(plain->number);
@@ -298,18 +311,22 @@ PyObject* unpack(PyObject*, PyObject* given) {
   PyObject* hand_out = python.unpack;
   if (plain->handle == nullptr) {
     if (!is_unmodified(*plain)) return nullptr;
-    if (python.adopt == nullptr) return shown(*plain);
+    if (python.adopt == nullptr && !plain->is_lost()) return shown(*plain);
+    if (plain->is_taped() && tape::is_on()) tape::asked(plain->value);
     const std::int64_t code = asked_code + plain->number - before;
     const bool counts = asks_count;
     if (running && (!counts || goes_on(code))) {
       if (counts && !happen(code)) return nullptr;
-      if (plain->handle == nullptr) return shown(*plain);
-      hand_out = python.show;  // it was taken meanwhile, and the event has happened
+      const bool here =
+          plain->value < 0 ||
+          (plain->is_taped() && tape::is_on() && !tape::is_dropped(plain->value));
+      if (plain->handle == nullptr && here) return shown(*plain);
+      hand_out = python.show;  // it is Python's meanwhile or now, and the event has happened
     }
   }
   Py_IncRef(given);
   PyObject* const found =
-      become(plain) ? PyObject_CallFunctionObjArgs(hand_out, plain->handle, nullptr) : nullptr;
+      become(plain, false) ? PyObject_CallFunctionObjArgs(hand_out, plain->handle, nullptr) : nullptr;
   Py_DecRef(given);
   return found;
 }
@@ -337,8 +354,8 @@ void lowtide_saves_work_for(const Python* others) {
   python = *others;
 }
 
-// A step as it is planned: the codes of its events, and of each whether it may be dealt with here (1)
-// and whether something is to be done then (2). To be asked for a save is an event of the code
+// A step as it is planned: the codes of its events, and of each whether it may be dealt with here (1),
+// whether Python has something to do then (2), and whether it may be dealt with by the tape (4). To be asked for a save is an event of the code
 // `asked` and the save's number in the step; or none, with `counts` 0.
 void lowtide_saves_script(const std::int64_t* events, const std::uint8_t* what, std::int64_t count,
                           std::int64_t asked, int counts) {
@@ -349,8 +366,11 @@ void lowtide_saves_script(const std::int64_t* events, const std::uint8_t* what, 
   asks_count = counts != 0;
 }
 
-// The step goes on as planned, from that event on, with so many saves in it and before it.
-void lowtide_saves_go(std::int64_t event, std::int64_t in_step, std::int64_t in_all_before) {
+// The step goes on as planned, from that event on, with so many saves in it and before it; `tells`:
+// Python wants to know of every event.
+void lowtide_saves_go(std::int64_t event, std::int64_t in_step, std::int64_t in_all_before,
+                      int tells) {
+  attentive = tells != 0;
   next_event = event;
   saves = in_step;
   before = in_all_before;
@@ -367,20 +387,25 @@ std::int64_t lowtide_saves_stop() {
 // How many there were in the step when it went on as planned.
 std::int64_t lowtide_saves_count() { return saves; }
 
-// All that is kept here becomes Python's. False: Python has raised.
-int lowtide_saves_adopt() {
+// All that is kept here becomes Python's, or only what lies on values of the tape. False: Python has
+// raised.
+static int adopt(bool all) {
   if (python.adopt == nullptr) return 1;
   std::int64_t age = 0;
   for (auto next = kept.upper_bound(age); next != kept.end(); next = kept.upper_bound(age)) {
     age = next->first;
+    if (!all && next->second->value < 0) continue;
     PyObject* const capsule = next->second->capsule;
     Py_IncRef(capsule);
-    const bool done = become(next->second);
+    const bool done = become(next->second, !all);
     Py_DecRef(capsule);
     if (!done) return 0;
   }
   return 1;
 }
+
+int lowtide_saves_adopt() { return adopt(true); }
+int lowtide_saves_adopt_taped() { return adopt(false); }
 
 // Saved tensors that are kept here.
 std::int64_t lowtide_saves_kept() {

@@ -66,6 +66,12 @@ def pieces(plans_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def untaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan drops and makes again is dropped and made again by Python."""
+    monkeypatch.setattr(budgeting, "load_tape", lambda: None)
+
+
+@pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose allocator is held to the budget: nobody counts in planned steps."""
     monkeypatch.setattr(Cap, "holds", True)

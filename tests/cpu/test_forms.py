@@ -1,16 +1,15 @@
 """Ops that are written down in every step: told of once their form is known, seen if it is not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import UntypedStorage
 
 from lowtide._runtime.delta.gate import Gate, load_gate
 from lowtide._runtime.delta.mode import SeeingMode
 
-Told = tuple[int, int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]]
+Told = tuple[int, int, Sequence[Any], Sequence[Any], Sequence[int], torch.Tensor | None]
 
 
 class Watched:
@@ -84,12 +83,12 @@ def test_the_same_again_is_told_with_the_storages_it_reads_and_makes(watched: Wa
     assert not seen
     keys = [storage._cdata for storage in (t.untyped_storage() for t in (given, *made))]
     found = [
-        (number, [s._cdata for s in read], [s._cdata for s in result], places)
-        for _, number, read, result, places in told
+        (number, [s._cdata for s in read], [s._cdata for s in result], places, random)
+        for _, number, read, result, places, random in told
     ]
     assert found == [
-        (0, keys[:1], keys[1:3], (0, 1)),
-        (1, [keys[1]] * 2, keys[3:], (0,)),
+        (0, keys[:1], keys[1:3], (0, 1), None),
+        (1, [keys[1]] * 2, keys[3:], (0,), None),
     ]
     assert watched.gate.number == 2
     with torch.no_grad():  # as in backward: nothing is repeated then, or has a number

@@ -452,6 +452,8 @@ def test_a_part_of_something_very_large_is_tried_without_all_of_it() -> None:
     seen: list[int] = []
 
     class Reading:
+        function = 0
+
         def scratch(self, count: int) -> int:
             return 0
 

@@ -106,7 +106,7 @@ def saved_by_python(dynamic: Dynamic) -> int:
     return sum(cell.handles for cell in dynamic.room.cells)
 
 
-def test_many_saves_are_kept_natively_and_none_is_left(slow: None) -> None:
+def test_many_saves_are_kept_natively_and_none_is_left(slow: None, untaped: None) -> None:
     row = Trained()
     with by_plan(row) as (dynamic, native):
         before = dynamic.room.counts["dropped"]
@@ -268,7 +268,7 @@ def test_a_weight_that_is_frozen_meanwhile_stays(slow: None) -> None:
 
 
 def test_a_request_is_told_once_though_memory_is_short_then(
-    slow: None, monkeypatch: pytest.MonkeyPatch
+    slow: None, untaped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = Trained()
     with by_plan(row) as (dynamic, native):
@@ -317,7 +317,7 @@ def test_hooks_that_nobody_works_for_still_keep_what_is_saved(slow: None) -> Non
             loss.backward()
 
 
-def test_those_who_cannot_be_told_leave_nobody_in_charge(slow: None) -> None:
+def test_those_who_cannot_be_told_leave_nobody_in_charge(slow: None, untaped: None) -> None:
     """What was kept is still there, and others can be worked for."""
     row = Trained()
 

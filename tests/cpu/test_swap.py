@@ -436,7 +436,7 @@ def test_steps_that_take_more_than_planned_are_planned_anew_for_less() -> None:
         assert modes(tide)[-8:] == [Mode.PLANNED] * 8
         assert following.script is new
         assert not tide._budgeted.shrink(old.plan.peak_bytes), "nothing could be held"
-        assert tide._budgeted.shrink(1) and tide._budgeted.shrink(1)
+        assert all(tide._budgeted.shrink(1) for _ in range(5))
         assert not tide._budgeted.shrink(1), "it was tried enough"
     assert same(net, plain)
 

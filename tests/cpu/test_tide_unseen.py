@@ -315,11 +315,14 @@ def test_ops_are_seen_again_after_any_step_of_an_optimizer(
 
 
 @pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("taped", [True, False])
 def test_a_write_to_what_dropped_values_are_made_from_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
+    taped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if no step before did that. Other writes are not seen: there are many in a step."""
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
+    if not taped:
+        monkeypatch.setattr(budgeting, "load_tape", lambda: None)
     steps = STEPS + 4
 
     def train(*, fitted: bool) -> list[torch.Tensor]:
@@ -342,10 +345,15 @@ def test_a_write_to_what_dropped_values_are_made_from_is_seen(
                         dynamic = around._budgeted._dynamic  # type: ignore[union-attr]
                         assert dynamic is not None and dynamic.seer._gate is not None
                         assert dynamic.room.lax and dynamic.seer._gate.is_open
-                        assert any(cell.state is State.DROPPED for cell in dynamic.room.cells)
+                        assert dynamic.tapes.on == taped
+                        cells = dynamic.room.cells
+                        assert taped or any(cell.state is State.DROPPED for cell in cells)
                     with torch.no_grad():
                         for one in made:
                             one.data.mul_(0.5)
+                    if fitted and taped:
+                        assert dynamic is not None
+                        assert not dynamic.tapes.on and "written" in str(dynamic.tapes.why)
                 x.square().mean().backward()
                 del x, made
                 optimizer.step()

@@ -33,6 +33,7 @@ from lowtide._runtime.delta.choose import POLICIES as DYNAMIC
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.gate import load_gate
 from lowtide._runtime.delta.idle import IdleState
+from lowtide._runtime.delta.native_tape import load_tape
 from lowtide._runtime.delta.planned import Planned
 from lowtide._runtime.fused.groups import make_fuser
 from lowtide._runtime.holdings import device_in_use, device_of, parameters, persistent, trained
@@ -141,8 +142,7 @@ class Budgeted:
             lambda keeper: IdleState(self._tier, keeper, _SMALLEST, _PIECE),
             make_fuser(device, self._verify, self._tell) if self._policy in _OURS else None,
             Planned(self._plan_tide, self._tell) if self._policy == TIDE else None,
-            lambda: load_gate(self._tell),
-            load_saves,
+            *(lambda: load_gate(self._tell), load_saves, load_tape),
         )
         self._saved.watch(self._dynamic, _SMALLEST_SAVED, self._dynamic.make_cell)
         self._dynamic.start(self._saved, self._given)

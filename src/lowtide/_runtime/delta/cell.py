@@ -83,6 +83,10 @@ class DeltaCell(Cell):
             and self.storage.nbytes() == self.bytes
         )
 
+    def is_dropped(self) -> bool:
+        """Whether its bytes are nowhere."""
+        return self.state is State.DROPPED
+
     def wanted(self) -> bool:
         """Whether it was saved for somebody, or somebody's value is to be made from it."""
         return self.handles > 0 or (self.value is not None and self.value.kept is self)

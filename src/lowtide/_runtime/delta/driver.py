@@ -17,12 +17,15 @@ from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.native_tape import NativeTape
 from lowtide._runtime.delta.plain import Plain
 from lowtide._runtime.delta.planned import Planned
+from lowtide._runtime.delta.refusal import why_not
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
+from lowtide._runtime.delta.tapes import Tapes
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.fused.groups import Fuser
@@ -30,7 +33,6 @@ from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier
-from lowtide._units import format_bytes
 
 _MOST_STEPS = 1000
 
@@ -50,6 +52,7 @@ class Dynamic:
         planned: Planned | None = None,
         gate: Callable[[], Gate | None] = lambda: None,
         saves: Callable[[], NativeSaves | None] = lambda: None,
+        tape: Callable[[], NativeTape | None] = lambda: None,
     ) -> None:
         self.digests = verify == "always"
         self.ledger, self._costs = Ledger(device), Costs(device)
@@ -62,13 +65,16 @@ class Dynamic:
         self.room.cost_of = self.replayer.cost
         self.room.ask(self.cap)
         self.idle = idle(self)
-        self.seer.about_to_write = self.idle.about_to_write
+        self.seer.about_to_write.append(self.idle.about_to_write)
         self.idle.guest_leaves = self.seer.see_all_writes
         self.seer.others_watch = self.idle.optimizers.guests_away
         if policy == "delta":  # the others are as they were published
             self.room.idle = self.idle
+        load = (lambda: None) if self.digests else tape  # then all that is dropped is compared
+        self.tapes = Tapes(self.room, self.ledger, self.seer, self.replayer, load)
         self.planned = planned
         if planned is not None:
+            planned.tapes, self.tapes.following = self.tapes, planned.following
             planned.room, planned.idle, planned.fuser = self.room, self.idle, fuser
             self.idle.told = self._piece
             self.idle.changed = planned.unlearn
@@ -85,8 +91,7 @@ class Dynamic:
         self._garbage = Garbage()
         self.has_trained = False
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
-        self.plain_peak = 0
-        self.steps = 0
+        self.plain_peak = self.steps = 0
 
     # Its life.
 
@@ -104,21 +109,13 @@ class Dynamic:
 
     def _refuse_what_cannot_be(self) -> None:
         """Before the first step, if what is there already is too much, or what has to be."""
-        budget, stays = self.room.budget, self.ledger.held - self.idle.bytes()
-        if budget is None or self._mode is None:
+        if self.room.budget is None or self._mode is None:
             return
-        largest = self.idle.largest()
-        least = stays if largest is None else stays + largest.nbytes
-        if least <= budget:
-            return
-        self._pop()
-        why = f"{format_bytes(stays)} ({stays} bytes) are held before the first step and stay"
-        if largest is not None:
-            why += (
-                f", and the optimizer's step needs {format_bytes(largest.nbytes)} at once for "
-                f"a weight of {tuple(largest.shape)}: give at least {least} bytes"
-            )
-        raise OutOfBudget(f"the budget is {format_bytes(budget)} ({budget} bytes), but {why}")
+        stays, largest = self.ledger.held - self.idle.bytes(), self.idle.largest()
+        why = why_not(self.room.budget, stays, largest)
+        if why is not None:
+            self._pop()
+            raise OutOfBudget(why)
 
     def set_budget(self, budget: int | None) -> None:
         """Hold that from now on."""
@@ -139,6 +136,7 @@ class Dynamic:
 
     def stop(self) -> None:
         """See no op any more, and hold nothing back."""
+        self.tapes.stop()
         self.room.budget = None
         self._plain.stop()
         self._unseen.forget()
@@ -221,6 +219,7 @@ class Dynamic:
             self._garbage.collect_less()
         else:
             self._plain.halt()
+            self.tapes.hand_over()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
         self._was_lax = self._was_lax or self.room.lax
         self.seer.tend_gate(self._mode)
@@ -337,6 +336,7 @@ class Dynamic:
 
     def stepping(self, optimizer: Optimizer, args: Sequence[object]) -> None:
         """An optimizer is about to step."""
+        self.tapes.finish()  # nobody may see what it writes to
         self._see_again()  # a step within another, or after one that failed
         self._at_step = self.seer.at if all(arg is None for arg in args) else None
         if self.planned is not None and self._mode is not None:

@@ -9,10 +9,10 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.delta.ledger import Ledger
-from lowtide._runtime.delta.recipe import Call, Source, Value
+from lowtide._runtime.delta.recipe import Call, Look, Source, Value
+from lowtide._runtime.delta.results import is_worth
 
 _MOST = 8  # forms of ops with one number: steps of several kinds may take turns
-_Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Form:
     key: int
     cost: Hashable
     device: torch.device
-    looks: list[_Look]
+    looks: list[Look]
 
 
 class Forms:
@@ -42,29 +42,40 @@ class Forms:
         kept.append(form)
         if len(kept) > _MOST:  # nor does the gate know more
             self._forms.pop(kept.pop(0), None)
-        looks = [(one.dtype, one.size, one.stride, one.offset) for one in call.sources]
+        looks = [source.look() for source in call.sources]
         self._forms[form] = _Form(
             call.func, call.args, call.kwargs, call.key, call.cost, call.device, looks
         )
 
-    def call(self, id_: int, number: int, read: Sequence[torch.UntypedStorage]) -> Call | None:
+    def call(
+        self,
+        id_: int,
+        number: int,
+        read: Sequence[torch.UntypedStorage],
+        random: torch.Tensor | None,
+    ) -> Call | None:
         """It has run again, on these storages. None: another thread is about to keep its form."""
-        form = self._forms.get(id_)
-        if form is None:
+        if id_ not in self._forms:
             return None
         known, value_of = self._ledger.values, self._ledger.value_of
-        sources = [
-            Source(known.get(storage._cdata) or value_of(storage), *look)
-            for storage, look in zip(read, form.looks, strict=True)
-        ]
+        values = [known.get(storage._cdata) or value_of(storage) for storage in read]
+        if random is not None and random.device == self._ledger.device:
+            self._ledger.see(random.untyped_storage())
+        return self.call_on(id_, number, values, random)
+
+    def call_on(
+        self, id_: int, number: int, values: Sequence[Value], random: torch.Tensor | None
+    ) -> Call:
+        """The same, where it is known what values they are."""
+        form = self._forms[id_]
         return Call(
             form.func,
             form.args,
             form.kwargs,
-            sources,
+            [Source(value, *look) for value, look in zip(values, form.looks, strict=True)],
             form.key,
             form.cost,
-            None,
+            random,
             form.device,
             [],
             [],
@@ -76,6 +87,8 @@ class Forms:
     ) -> None:
         """What it has made, but for storages that were there before."""
         ledger = self._ledger
+        if not is_worth(call, made):
+            return
         for storage, place in zip(made, places, strict=True):
             if ledger.see(storage):
                 value = Value(storage, call)

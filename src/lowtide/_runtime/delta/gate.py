@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
 from lowtide._native import NoNative
@@ -16,11 +16,10 @@ from lowtide._runtime.torch_build import build_gate
 _WORD = 64
 _VIEW, _PLAIN, _WRITER, _RANDOM, _STATISTICS = 1, 2, 3, 4, 5
 
-# Told of an op: its form, its number, the storages it read, those it may have made, and their
-# places among the results.
-Recorder = Callable[
-    [int, int, tuple[UntypedStorage, ...], tuple[UntypedStorage, ...], tuple[int, ...]], None
-]
+# Told of an op: its form, its number, the storages it read, those it may have made, their places
+# among the results, and the state of the generator before it if it draws.
+Storages = tuple[UntypedStorage, ...]
+Recorder = Callable[[int, int, Storages, Storages, tuple[int, ...], Tensor | None], None]
 
 
 class Gate:

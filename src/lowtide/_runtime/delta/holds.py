@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import UntypedStorage
+
 from lowtide._runtime.delta.recipe import Call, Value
+from lowtide._runtime.delta.rehearsal import Rehearsal
 
 Place = tuple[int, int]  # an op's number, and which of its sources
 
@@ -13,6 +16,7 @@ class Holds:
     def __init__(self) -> None:
         self.wanted: Mapping[int, Sequence[int]] = {}
         self._held: dict[Place, Value] = {}
+        self.log: Rehearsal | None = None
 
     def begin(self, wanted: Mapping[int, Sequence[int]]) -> None:
         """From now on these; what is held for others is let go of."""
@@ -28,14 +32,22 @@ class Holds:
             storage = value.storage()
             if storage is not None and value.held is None and value.saved() is None:
                 self.let_go([(call.number, place)])  # of another call that had this number
-                value.held, value.promised = storage, True
-                self._held[call.number, place] = value
+                self.promise((call.number, place), value, storage)
+                if self.log is not None and self.log.on:
+                    self.log.held(call.number, place)
+
+    def promise(self, place: Place, value: Value, storage: UntypedStorage) -> None:
+        """It is held until that place is let go of."""
+        value.held, value.promised = storage, True
+        self._held[place] = value
 
     def let_go(self, places: Sequence[Place]) -> None:
         """Of what is needed no longer."""
         for place in places:
             value = self._held.pop(place, None)
             if value is not None:
+                if self.log is not None and self.log.on:
+                    self.log.let_go(*place)
                 value.promised = False
                 value.let_go()
 

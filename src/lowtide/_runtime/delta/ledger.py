@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtide._runtime.delta.recipe import Value
+from lowtide._runtime.delta.recipe import NOWHERE, Call, Value
 from lowtide._trace.tensors import has_storage
 
 GRAIN = 512  # PyTorch hands out multiples of it on a GPU, and of 64 on a CPU
@@ -140,6 +140,18 @@ class Ledger:
                 cell.last = self.now
         return value
 
+    def made(self, storage: torch.UntypedStorage, call: Call, count: int) -> Value:
+        """A call has made it, of so many bytes, and nobody was told then."""
+        self.see(storage)
+        value = self.known(storage)
+        if value is None:
+            value = Value(storage, call)
+            value.held = None if count else storage
+        value.call, value.bytes = call, count
+        self._leaves.pop(value.key, None)
+        self.values[value.key] = value
+        return value
+
     def known(self, storage: torch.UntypedStorage) -> Value | None:
         """What the storage is, if it was ever used or made."""
         key = storage._cdata
@@ -162,7 +174,7 @@ class Ledger:
         for old in (self.values.pop(key, None), leaf):
             if old is None:
                 continue
-            old.storage = _nothing
+            old.storage = NOWHERE
             old.held = None
             old.spoilt = old.spoilt or old.call is None
             cell = old.saved()
@@ -201,11 +213,6 @@ class Ledger:
 
     def _rounded(self, count: int) -> int:
         return -(-count // self._grain) * self._grain
-
-
-_gone = torch.UntypedStorage(0)
-_nothing = weakref.ref(_gone)
-del _gone
 
 
 def _forget(ledger: "weakref.ref[Ledger]", key: int, _storage: object = None) -> None:

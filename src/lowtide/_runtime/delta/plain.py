@@ -30,12 +30,13 @@ class Plain:
         self.stop = self._natively.stop
         room.adopt = self._natively.adopt
         if planned is not None:
-            planned.resume = self.go
+            planned.resume, planned.tapes.halt = self.go, self.halt
 
     def start(self, saved: Saved) -> None:
         """Its saves."""
         self._natively.start(saved)
         if self._planned is not None:
+            self._planned.tapes.saved = saved
             self._planned.replans.hooked = lambda: saved.own_seconds
 
     def _went_on(self, event: int, saves: int) -> None:
@@ -54,11 +55,13 @@ class Plain:
             return
         following = planned.following
         script = following.script
-        if script is None or not following.agrees or following.late:
+        if script is None or not following.agrees:
             return
-        if planned.mode is Mode.PLANNED:
+        taped, late = planned.tapes.taped, bool(following.late)
+        if planned.mode is Mode.PLANNED and (taped or not late):
             saves = self._tally.saves, planned.before
-            self._natively.go(script, following.moved, saves, len(following.codes))
+            at = len(following.codes)
+            self._natively.go(script, following.moved, saves, at, taped, tells=late)
 
     def go_loose(self) -> None:
         """A step begins that nobody watches."""

@@ -20,12 +20,13 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.delta.moves import move
 from lowtide._runtime.delta.order import Gone, Item
 from lowtide._runtime.delta.recipe import Value
 from lowtide._runtime.delta.replans import Replans
 from lowtide._runtime.delta.room import Room
+from lowtide._runtime.delta.tapes import Tapes
 from lowtide._runtime.fused.groups import Fuser
-from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.natively import plain_saves
 from lowtide._runtime.swap.observe import Observer
@@ -33,7 +34,6 @@ from lowtide._runtime.swap.saved import Handle
 from lowtide._runtime.swap.script import (
     ASKED,
     BEGIN,
-    Act,
     Action,
     Observed,
     Script,
@@ -55,6 +55,7 @@ class Planned:
     room: Room
     holds: Holds
     idle: IdleState
+    tapes: Tapes
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
     follow: Callable[[Sequence[Item]], None]  # run them again, or drop them, in order
     fuser: Fuser | None  # what runs several of them as one
@@ -211,6 +212,8 @@ class Planned:
         if self.mode is Mode.LOOSE:
             return
         self.following.end()
+        as_planned = self.mode is Mode.PLANNED and not self.following.departed
+        rehearsed = self.tapes.end(as_planned=as_planned)
         if self.mode is not Mode.PLANNED:
             return
         if self.following.departed:
@@ -222,7 +225,7 @@ class Planned:
             times = self._shortage() - self._failures if settled else 0
             if not self.replans.was_short(script, times, self.room.budget or 0):
                 self._learn_ops(script)
-                if settled and not times and script.recorded is not None:
+                if settled and not times and not rehearsed and script.recorded is not None:
                     self.replans.settled(script)
 
     def _shortage(self) -> int:
@@ -260,6 +263,7 @@ class Planned:
         script = self.following.script if self.mode is Mode.PLANNED else None
         self.write_down(None if script is None else script.recorded)
         self.holds.begin({} if script is None else script.holds)
+        self.tapes.begin(script if script is not None and script.recorded is not None else None)
         self.event(BEGIN)
 
     def _let_go(self) -> None:
@@ -276,6 +280,9 @@ class Planned:
             self._cells.append(cell if isinstance(cell, DeltaCell) else None)
         if cell is not None and number in following.moved:
             following.wanted[number] = cell
+        if self.tapes.log.on and isinstance(cell, DeltaCell):
+            self.tapes.log.saved(number, cell)
+        self.tapes.lend(number, value)
         if value is not None and value.call is not None and value.call.number in self.holds.wanted:
             self.room.surely_of(value)  # made from what is held, it is made in another way
         self.event(handle.bytes)
@@ -335,11 +342,14 @@ class Planned:
             and script.codes[at] == code
         ):  # as ever
             following.codes.append(code)
+            self.tapes.log.at = at
             if script.actions[at] or following.late:
                 with self.replans.acts as acts:
                     following.act(script.actions[at])
                 acts.count += len(script.actions[at])
-            if at in script.reruns or at in script.lets_go:
+            if self.tapes.on:
+                self.tapes.happen(at)
+            if not self.tapes.on and (at in script.reruns or at in script.lets_go):
                 with self.replans.reruns as reruns:
                     self._go_on(at)
                 reruns.count += len(script.reruns.get(at, ()))
@@ -375,24 +385,7 @@ class Planned:
         cell = self.following.wanted.get(action.who)
         if not isinstance(cell, DeltaCell):
             return True
-        if action.act is Act.FETCH:
-            if cell.state is State.AWAY and self._has(cell.bytes):
-                with suppress(OutOfBudget, torch.OutOfMemoryError):  # who needs it asks again
-                    cell.fetch()
-            return True
-        if action.act is Act.RELEASE:
-            return cell.state is not State.LEAVING or self.room.let_leave(cell) or not waits
-        if cell.state is not State.HERE or not cell.handles:
-            if action.act is Act.DROP:
-                self.room.note(cell)  # of the steps to come, one may have to drop it
-            return True
-        if not cell.can_go() or not cell.alone():
-            return False
-        if action.act is Act.DROP:
-            self.room.drop(cell)
-        else:
-            cell.leave()
-        return True
+        return move(cell, action.act, self.room, waits=waits, has=self._has)
 
     def _has(self, count: int) -> bool:
         """Whether so much may come back now."""

@@ -15,6 +15,9 @@ LONGEST = 48  # ops of one recipe
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # tensors without a byte
 
 
+Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # and the offset
+
+
 @dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
 class Source:
     """A tensor that an op was given: some value, seen in some way."""
@@ -35,15 +38,25 @@ class Source:
             and tensor.storage_offset() == self.offset
         )
 
+    def look(self) -> Look:
+        """How the value is seen."""
+        return self.dtype, self.size, self.stride, self.offset
+
     def seen_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over bytes that lie elsewhere."""
         assert storage.nbytes() >= self.value.bytes, "`set_` would make up what is missing"
-        key = self.dtype, storage.device
-        like = _nothing.get(key)
-        if like is None:
-            like = _nothing[key] = torch.empty(0, dtype=self.dtype, device=storage.device)
-        # To make one anew takes several times as long.
-        return like.detach().set_(storage, self.offset, self.size, self.stride)
+        return seen_on(self.look(), storage)
+
+
+def seen_on(look: Look, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The tensor that looks like that, over these bytes."""
+    dtype, size, stride, offset = look
+    like = _nothing.get((dtype, storage.device))
+    if like is None:
+        like = torch.empty(0, dtype=dtype, device=storage.device)
+        _nothing[dtype, storage.device] = like
+    # To make one anew takes several times as long.
+    return like.detach().set_(storage, offset, size, stride)
 
 
 class Given:
@@ -117,6 +130,14 @@ class Value:
         self.dependents: set[Any] = set()  # dropped cells of which it is a source
         self.spoilt = False  # written to since, or found not to be what its recipe makes
 
+    @classmethod
+    def lost(cls, count: int, call: Call | None) -> "Value":
+        """One whose bytes are no more: without a call it can never be had again."""
+        value = cls(_GONE, call)
+        value.bytes, value.storage, value.held = count, NOWHERE, None
+        value.spoilt = call is None
+        return value
+
     def let_go(self) -> None:
         """Hold its bytes no longer, if that was for others who do not need them any more."""
         if not self.dependents:
@@ -133,6 +154,12 @@ class Value:
         """Its cell, as long as somebody wants it."""
         cell = None if self.cell is None else self.cell()
         return None if cell is None or cell.state is State.GONE else cell
+
+
+_GONE = torch.UntypedStorage(0)
+_gone = torch.UntypedStorage(0)
+NOWHERE = weakref.ref(_gone)
+del _gone
 
 
 @dataclass(frozen=True, slots=True)

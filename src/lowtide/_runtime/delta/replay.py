@@ -1,9 +1,7 @@
 """Recipes -> bytes: ops run again, below autograd, on what they were given the first time."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,28 +9,17 @@ import torch
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
+from lowtide._runtime.delta.going import Going, Told, pin
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.order import ON_DEVICE, Gone, Item, reads, useful
 from lowtide._runtime.delta.randomness import from_state
 from lowtide._runtime.delta.recipe import Call, Source, Value, filled
+from lowtide._runtime.delta.rehearsal import Rehearsal
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
-
-Told = Callable[[Value, torch.UntypedStorage], None]  # a value was made again, in these bytes
-
-
-@dataclass(slots=True)
-class _Going:
-    """What there is while items run again."""
-
-    there: dict[int, torch.UntypedStorage]  # by the value, what was there before and stays
-    uses: Counter[int]  # how often each value is still read before it is made again
-    pinned: dict[int, DeltaCell]  # by the value that is still going to be read
-    made: Told
-    mine: dict[int, torch.Tensor] = field(default_factory=dict)  # by the value, what was made
 
 
 class Replayer:
@@ -48,6 +35,7 @@ class Replayer:
         self._costs = costs
         self._room = room
         self.fuser = fuser
+        self.log = Rehearsal(costs)
         self.calls = 0  # made again so far
         self.seconds = 0.0  # what they are known to take
 
@@ -115,6 +103,7 @@ class Replayer:
         assert value is not None
         storage = self.replay(self._needed([value]), value, self._adopt)
         if cell.state is State.DROPPED:  # the value was saved a second time, in another cell
+            self.log.refuse("a value is saved in two cells")
             cell.adopt(storage)
 
     def _adopt(self, value: Value, storage: torch.UntypedStorage) -> None:
@@ -142,12 +131,15 @@ class Replayer:
     ) -> dict[int, torch.Tensor]:
         """What was made and is still of use, by the value: that is the target."""
         pinned: dict[int, DeltaCell] = {}
+        self.log.take_turn()
+        if made != self._adopt:
+            self.log.refuse("a value is compared")
         try:
             there = self._hold([item for item in items if isinstance(item, Call)], pinned)
             uses, later = reads(items, target)
             for key in [key for key in pinned if not uses[key]]:
                 pinned.pop(key).pinned -= 1  # it is made again first
-            going = _Going(there, uses, pinned, made)
+            going = Going(there, uses, pinned, made)
             with quiet(), torch.no_grad(), torch.inference_mode(False):
                 at = 0
                 while at < len(items):
@@ -182,7 +174,7 @@ class Replayer:
                     continue
                 cell = value.saved()
                 if cell is not None and cell.state in ON_DEVICE:
-                    _pin(cell, value, pinned)
+                    pin(cell, value, pinned)
                     continue
                 storage = value.held if cell is None else None
                 storage = storage or self._ledger.is_current(value)
@@ -190,7 +182,7 @@ class Replayer:
                     there[id(value)] = storage
         return there
 
-    def _given(self, source: Source, going: _Going) -> torch.Tensor:
+    def _given(self, source: Source, going: Going) -> torch.Tensor:
         """What the source shows, on the device and going to stay there."""
         value = source.value
         if source.ignored:
@@ -210,7 +202,7 @@ class Replayer:
         return source.seen_on(storage)
 
     def _run_some(
-        self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]], going: _Going
+        self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]], going: Going
     ) -> int:
         """The calls from there on that run as one, or only that one: how many."""
         fuser = self.fuser
@@ -227,7 +219,7 @@ class Replayer:
         return len(group.calls)
 
     def _run_group(
-        self, fuser: Fuser, group: Group, then: Sequence[Mapping[int, int]], going: _Going
+        self, fuser: Fuser, group: Group, then: Sequence[Mapping[int, int]], going: Going
     ) -> bool:
         """False, and nothing has run: not all can be there, or made, at once."""
         kernel = fuser.kernel(group)
@@ -247,6 +239,8 @@ class Replayer:
             rows = self._with_room(work, group.bytes + kernel.scratch(group.count))
         except OutOfBudget:
             return False
+        if self.log.on:
+            self.log.ran_as_one(group, kernel)
         made: dict[int, torch.Tensor] = dict(zip(group.outputs, rows, strict=True))
         for j, call in enumerate(group.calls):
             self._has_run(call, going)
@@ -256,7 +250,7 @@ class Replayer:
         return True
 
     def _compare_group(
-        self, fuser: Fuser, group: Group, then: Sequence[Mapping[int, int]], going: _Going
+        self, fuser: Fuser, group: Group, then: Sequence[Mapping[int, int]], going: Going
     ) -> bool:
         """One by one, and then as one for comparison, if there is room and all is still there."""
         values = [source.value for source, _ in group.inputs]
@@ -284,7 +278,7 @@ class Replayer:
         return True
 
     def _still_there(
-        self, value: Value | None, kept: Mapping[int, torch.Tensor], going: _Going
+        self, value: Value | None, kept: Mapping[int, torch.Tensor], going: Going
     ) -> torch.UntypedStorage | None:
         """Its bytes, if they are on the device, all of them, and not on their way."""
         if value is None:
@@ -299,11 +293,11 @@ class Replayer:
             storage = going.there.get(id(value), value.held)
         return storage if storage is not None and storage.nbytes() == value.bytes else None
 
-    def _run_calls(self, group: Group, then: Sequence[Mapping[int, int]], going: _Going) -> None:
+    def _run_calls(self, group: Group, then: Sequence[Mapping[int, int]], going: Going) -> None:
         for call, reads_then in zip(group.calls, then, strict=True):
             self._run_call(call, reads_then, going)
 
-    def _run_call(self, call: Call, then: Mapping[int, int], going: _Going) -> None:
+    def _run_call(self, call: Call, then: Mapping[int, int], going: Going) -> None:
         """`then`: how often what it makes is read from here on."""
         given = [self._given(source, going) for source in call.sources]
         for at, _ in call.writes:  # it is not to write where others read
@@ -318,10 +312,12 @@ class Replayer:
         found = [(results[at], known()) for at, known in call.makes]
         found += [(given[at], known()) for at, known in call.writes]
         going.uses.update(then)  # they are none by now
+        if self.log.on:
+            self.log.ran(call, [(at, known()) for at, known in call.makes])
         for tensor, remade in found:
             self._keep(tensor, remade, going)
 
-    def _has_run(self, call: Call, going: _Going) -> None:
+    def _has_run(self, call: Call, going: Going) -> None:
         """What it has read is read once less."""
         self.calls += 1
         self.seconds += self._costs.seconds(call.cost)
@@ -336,7 +332,7 @@ class Replayer:
                         cell.pinned -= 1
                         source.value.let_go()  # perhaps it was only there to be read
 
-    def _keep(self, tensor: torch.Tensor, remade: Value | None, going: _Going) -> None:
+    def _keep(self, tensor: torch.Tensor, remade: Value | None, going: Going) -> None:
         """What a call has made, if somebody is going to use it."""
         storage = tensor.untyped_storage()
         self._ledger.see(storage)
@@ -347,7 +343,7 @@ class Replayer:
             going.mine[id(remade)] = tensor
             cell = remade.saved()
             if cell is not None and cell.storage is storage:
-                _pin(cell, remade, going.pinned)
+                pin(cell, remade, going.pinned)
 
     def _again(self, call: Call, tensors: list[torch.Tensor]) -> Any:
         """The call itself, with the random numbers that it had."""
@@ -391,9 +387,3 @@ class Replayer:
         wish = costs.inside(call.cost)
         first = wish > 0 and costs.chooses(call.cost)
         return self._room.run(work, costs.known_bytes(call.cost), wish=wish, first=first)
-
-
-def _pin(cell: DeltaCell, value: Value, pinned: dict[int, DeltaCell]) -> None:
-    if id(value) not in pinned:
-        pinned[id(value)] = cell
-        cell.pinned += 1

@@ -32,10 +32,8 @@ class Results:
         """Count the bytes that were made, and write down how."""
         made = 0
         ledger = self._ledger
-        if call is not None and call.random is not None:
-            most = max((tensor.nbytes for tensor in tensors_in(result)), default=0)
-            if most < _WORTH_A_STATE * call.random.nbytes:
-                call = None  # on a CPU that is 5 kB, which stay
+        if call is not None and not is_worth(call, [*tensors_in(result)]):
+            call = None
         tensors = (result,) if type(result) is torch.Tensor else tensors_in(result)
         for place, tensor in enumerate(tensors):
             if tensor.device != ledger.device or not has_storage(tensor):
@@ -66,6 +64,18 @@ class Results:
             value = Value(storage, call)
             self._ledger.written(storage, value)
             call.writes.append((place, weakref.ref(value)))
+
+
+def is_worth(call: Call, made: Sequence[torch.Tensor] | Sequence[torch.UntypedStorage]) -> bool:
+    """Whether what it has made is worth its random state: on a CPU that is 5 kB, which stay."""
+    if call.random is None:
+        return True
+    most = max((_bytes(one) for one in made), default=0)
+    return most >= _WORTH_A_STATE * call.random.nbytes
+
+
+def _bytes(one: torch.Tensor | torch.UntypedStorage) -> int:
+    return one.nbytes if isinstance(one, torch.Tensor) else one.nbytes()
 
 
 def _place_of(call: Call, key: int) -> int | None:

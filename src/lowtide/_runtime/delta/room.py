@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,6 +56,7 @@ class Room:
         self.spare: Callable[[], None] = lambda: None  # let go of what is held in advance
         self.adopt: Callable[[], None] = lambda: None  # all that is saved is in `cells`, then
         self.cost_of: Callable[[Value, float], float] = lambda _value, _most: float("inf")
+        self.dropped: Callable[[DeltaCell, Sequence[Value]], None] = lambda _cell, _from: None
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.cells: list[DeltaCell] = []  # in the order in which they were saved
         self._at: dict[int, int] = {}  # the place of each among them
@@ -347,6 +348,7 @@ class Room:
 
     def _forgo(self, cell: DeltaCell, recipe: Recipe) -> None:
         cell.forgo(recipe.sources)
+        self.dropped(cell, recipe.sources)
         self._know(recipe)
         self.counts["dropped"] += 1
         self.counts["dropped bytes"] += cell.bytes

@@ -17,6 +17,7 @@ from lowtide._runtime.delta.mode import SeeingMode
 from lowtide._runtime.delta.randomness import generator_of, rewind
 from lowtide._runtime.delta.recipe import Call
 from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
+from lowtide._runtime.delta.rehearsal import Rehearsal
 from lowtide._runtime.delta.results import Results
 from lowtide._runtime.delta.room import Room
 
@@ -34,7 +35,7 @@ class Seer:
         self._costs = costs
         self._captor = Captor(ledger)
         self._results = Results(ledger, costs)
-        self._forms = Forms(ledger)
+        self.forms = Forms(ledger)
         self.ops = 0  # so far
         self._at = 0  # ... of this step, where there are gradients
         self._load_gate = gate
@@ -43,7 +44,9 @@ class Seer:
         # While a step is traced: runs an op, and asks for the number by which it can run again.
         self.observe: Callable[[Callable[[], Any], Callable[[], int]], Any] | None = None
         self._captured = -1  # the number of the last op, if it could be run again
-        self.about_to_write: Callable[[torch.UntypedStorage], None] = lambda _: None
+        self.not_as_it_was: Callable[[], None] = lambda: None  # told of what is written down then
+        self.log: Rehearsal
+        self.about_to_write: list[Callable[[torch.UntypedStorage], None]] = []  # who is told first
         self.holds = Holds()  # sources of ops that a plan holds on to
         self.others_watch: Callable[[], object] = lambda: False  # who writes where, besides these
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
@@ -153,6 +156,9 @@ class Seer:
         """As the `number`-th of its step. Not in backward, unless that is differentiated, too."""
         if number < 0:
             return None
+        self.not_as_it_was()
+        if self.log.on:
+            self.log.refuse(f"{func} is not known by its form")
         call = self._captor.capture(func, what, args, kwargs)
         if call is not None:
             call.number = self._captured = number
@@ -167,16 +173,19 @@ class Seer:
         read: Sequence[torch.UntypedStorage],
         made: Sequence[torch.UntypedStorage],
         places: Sequence[int],
+        random: torch.Tensor | None,
     ) -> None:
         """An op has run that was written down in a step before, and looked just the same."""
         self.ops += 1
         self.ledger.now += 1
-        call = self._forms.call(form, number, read)
+        call = self.forms.call(form, number, read, random)
         if call is None:
             return
         if number in self.holds.wanted:
             self.holds.hold(call)
-        self._forms.put_down(call, made, places)
+        self.forms.put_down(call, made, places)
+        if self.log.on:
+            self.log.noted(form, call)
 
     def _pass(
         self,
@@ -208,9 +217,10 @@ class Seer:
             self._in_op = time.perf_counter() - began
         if call is not None:
             self._results.put_down(result, written, None, call, None)
-            form = self._gate.keep(number) if what.plain and self._gate is not None else 0
+            can = self._gate is not None and (what.plain or what.draws)
+            form = self._gate.keep(number) if can and self._gate is not None else 0
             if form:
-                self._forms.keep(form, call)
+                self.forms.keep(form, call)
         elif written:
             self._results.put_down_writes(written, None)
         return result
@@ -330,7 +340,8 @@ class Seer:
         written = written_by(what, args, kwargs)
         known = self.ledger.known
         for tensor in written:
-            self.about_to_write(tensor.untyped_storage())
+            for tell in self.about_to_write:
+                tell(tensor.untyped_storage())
             value = known(tensor.untyped_storage())
             if value is not None and value.dependents:
                 with self.room.lock:

@@ -33,7 +33,7 @@ class Trust:
         recipe = find_recipe(value)
         if recipe is None or self._verify == "never" or recipe.key in self._right:
             return recipe
-        return recipe if check and self._check(value, recipe) else None
+        return recipe if check and self._check(value, recipe, insist=not room.lax) else None
 
     def consider(self, value: Value, number: int) -> None:
         """The first time something of this kind is saved: does its recipe make just that?"""
@@ -59,15 +59,19 @@ class Trust:
         """`reliable`, with a comparison now if there was none: its sources may be others by now."""
         return self.reliable(value, check=True)
 
-    def _check(self, value: Value, recipe: Recipe) -> bool:
-        """Whether it makes just that; False also if there is no room to find out."""
+    def _check(self, value: Value, recipe: Recipe, *, insist: bool = False) -> bool:
+        """Whether it makes just that; False also if there is no room to find out.
+
+        `insist`: then others go. A plan relies on it, and there may be as little room every time.
+        """
         room = self._room
         if recipe.key in self.wrong:
             value.spoilt = True
             return False
         if recipe.key in self._right:
             return True
-        if not room.has(sum(self._costs.known_bytes(call.cost) for call in recipe.calls)):
+        need = sum(self._costs.known_bytes(call.cost) for call in recipe.calls)
+        if not insist and not room.has(need):
             return False
         room.counts["checked"] += 1
         try:

@@ -35,6 +35,8 @@ Tensors = Sequence[torch.Tensor]
 class Kernel(Protocol):
     """What runs a program on a part of its elements."""
 
+    function: int  # of the driver's, that takes what it reads and makes; 0: there is none
+
     def scratch(self, count: int) -> int:
         """Bytes that it takes for so many, besides its outputs."""
 
@@ -61,7 +63,7 @@ class _CudaKernel:
     def __init__(self, program: Program, device: torch.device) -> None:
         with torch.cuda.device(device):
             self._made = _compiled(source(program), torch.cuda.current_device())  # with its module
-        self._function: int = self._made.func.value
+        self.function: int = self._made.func.value
         self._device = device
 
     def scratch(self, count: int) -> int:  # noqa: ARG002
@@ -73,11 +75,13 @@ class _CudaKernel:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         here = self._device.index is None or self._device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self._device):
-            launch(self._function, blocks, THREADS, (*pointers, first, count), stream)
+            launch(self.function, blocks, THREADS, (*pointers, first, count), stream)
 
 
 class _Portions:
     """What is made on the way is never larger than a portion."""
+
+    function = 0
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -84,6 +84,11 @@ class Events:
         self._idle.append(event)
 
 
+def launch_address() -> int:
+    """Of the driver's function that launches a kernel."""
+    return ctypes.cast(_driver().cuLaunchKernel, _PTR).value or 0
+
+
 def record(event: int, stream: int) -> None:
     """It happens when all that `stream` was given so far is done."""
     _call("cuEventRecord", event, stream)

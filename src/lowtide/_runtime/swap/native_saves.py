@@ -14,7 +14,8 @@ from lowtide._runtime.swap.script import ASKED
 from lowtide._runtime.torch_build import build_gate
 from lowtide._trace.saves import Hooks, check_version
 
-PLAIN, EVENTFUL = 1, 2  # of an event: it may be dealt with natively; something is to be done then
+# Of an event: it may be dealt with natively; Python has something to do; a tape may deal with it.
+PLAIN, EVENTFUL, TAPED = 1, 2, 4
 _FIXED = (torch.Tensor, torch.nn.Parameter, check_version, unpack, show)
 
 
@@ -70,9 +71,12 @@ class NativeSaves:
             (ctypes.c_int64 * count)(*codes), bytes(flags), count, ASKED, asks_count
         )
 
-    def go(self, event: int, saves: int, before: int) -> None:
-        """It goes on as expected: from that event, with so many saves in it and before it."""
-        self._library.lowtide_saves_go(event, saves, before)
+    def go(self, event: int, saves: int, before: int, *, tells: bool = False) -> None:
+        """It goes on as expected: from that event, with so many saves in it and before it.
+
+        `tells`: Python wants to know of every event.
+        """
+        self._library.lowtide_saves_go(event, saves, before, tells)
 
     def stop(self) -> tuple[int, int] | None:
         """Python sees everything. The next event, and the saves so far; None: it did already."""
@@ -105,7 +109,7 @@ def _load(path: Path) -> NativeSaves:
         *(ctypes.POINTER(ctypes.c_int64), ctypes.c_char_p),
         *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
     ]
-    library.lowtide_saves_go.argtypes = [ctypes.c_int64] * 3
+    library.lowtide_saves_go.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int]
     for done in ("work_for", "script", "go"):
         getattr(library, f"lowtide_saves_{done}").restype = None
     for count in ("stop", "count", "kept"):

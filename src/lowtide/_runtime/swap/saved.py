@@ -227,14 +227,34 @@ class Saved:
         device = storage.device
         if device.type == "cpu" and storage.is_shared():  # by other processes
             return None
-        tier = self._tiers.get(device)
+        cell = self.make(storage)
+        if cell is not None:
+            self._cells[storage._cdata] = cell
+        return cell
+
+    def make(self, storage: torch.UntypedStorage) -> Cell | None:
+        """A cell, whoever it is for. None: there is no tier below its device."""
+        tier = self._tiers.get(storage.device)
         if tier is None:
-            tier = self._tier(device)
+            tier = self._tier(storage.device)
             if tier is None:
                 return None
-            self._tiers[device] = tier
-        cell = self._cells[storage._cdata] = self._make_cell(storage, tier)
-        return cell
+            self._tiers[storage.device] = tier
+        return self._make_cell(storage, tier)
+
+    def cell_on(self, storage: torch.UntypedStorage) -> Cell | None:
+        """The one that is there for it."""
+        return self._cells.get(storage._cdata)
+
+    def forgo_unused(self, cell: Cell) -> None:
+        """One that was taken, and has no handle after all."""
+        if not cell.handles and self._cells.get(cell.first_key) is cell:
+            del self._cells[cell.first_key]
+            cell.drop()
+
+    def take(self, cell: Cell) -> None:
+        """Tensors on it that are saved, or adopted, are its handles."""
+        self._cells[cell.first_key] = cell
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward gets what was saved, or the error that PyTorch would have raised."""

@@ -28,7 +28,7 @@ GUESTS = 1 << 40  # what is moved of an optimizer is numbered: its state, and fr
 _LAYOUT_SECONDS = 1.0
 _COMPUTING = 2  # times its state, at most: what an optimizer's step makes meanwhile
 _MOST_SECONDS = 100
-_MOST_REPLANS = 3  # of steps that take more than planned where they are laid out
+_MOST_REPLANS = 6  # of steps that take more than planned where they are laid out
 
 
 def is_request(code: int) -> bool:
