@@ -182,9 +182,11 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
         first = look()
         settle(fitted, step)
         before = budgeted.dynamic_summary()
+        torch.cuda.reset_peak_memory_stats()  # `look` knows of those before
         times = timed(step)
         after = budgeted.dynamic_summary()
         row |= {
+            "settled_peak_bytes": torch.cuda.max_memory_allocated(),
             **look(),
             **{f"first_{key}": value for key, value in first.items()},
             **planned_of(planned),

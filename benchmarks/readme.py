@@ -155,10 +155,7 @@ def pareto_tables() -> str:
     results: dict[str, Any] = json.loads((RESULTS / "pareto.json").read_text())
     works = {name: m for name, m in results["works"].items() if "seconds" in m["plain"]}
     tides = ["tide, loose" if share == FULL else f"tide, {share}" for share in SHARES]
-    lines = [
-        f"| work | plain | {' | '.join([*tides, *PARETO_OTHERS.values()])} |",
-        f"|---|---:|{'---:|' * (len(SHARES) + len(PARETO_OTHERS))}",
-    ]
+    table = [["work", "plain", *tides, *PARETO_OTHERS.values()]]
     for name, work in works.items():
         plain, tide = work["plain"], work.get("tide", {})
         others = {**work, **{f"compile {key}": row for key, row in work.get("compile", {}).items()}}
@@ -170,7 +167,14 @@ def pareto_tables() -> str:
             if key == "compile 0.5" and "compiled_ratio" in row:
                 cell += f", ×{row['compiled_ratio']:.2f} of compiled"
             cells.append(cell)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        table.append([name, *cells])
+    measured = [column for column in zip(*table, strict=True) if any(column[1:])]
+    head, *rest = (" | ".join(row) for row in zip(*measured, strict=True))
+    lines = [
+        f"| {head} |",
+        f"|---|{'---:|' * (len(measured) - 1)}",
+        *(f"| {one} |" for one in rest),
+    ]
     aimed = [
         (name, label, row)
         for name, work in works.items()
@@ -190,7 +194,7 @@ def pareto_tables() -> str:
         if "plan" in row and "ratio" in row:
             plan = row["plan"]
             planned = (
-                f"{plan['peak_bytes'] / row['peak_bytes'] - 1:+.1%} "
+                f"{plan['peak_bytes'] / row.get('settled_peak_bytes', row['peak_bytes']) - 1:+.1%} "
                 f"| {plan['seconds'] / row['seconds'] - 1:+.1%}"
             )
         lines.append(

@@ -1,10 +1,11 @@
 """Which recipes can be relied on: those whose bytes were once compared with the original's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.costs import Costs
-from lowtide._runtime.delta.recipe import Recipe, Value, find_recipe
+from lowtide._runtime.delta.recipe import Call, Recipe, Value, find_recipe
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.delta.room import PUBLISHED, Room
 from lowtide._runtime.delta.verify import same_bytes
@@ -70,7 +71,7 @@ class Trust:
             return False
         if recipe.key in self._right:
             return True
-        need = sum(self._costs.known_bytes(call.cost) for call in recipe.calls)
+        need = _most_at_once(recipe.calls, self._costs)
         if not insist and not room.has(need):
             return False
         room.counts["checked"] += 1
@@ -98,3 +99,23 @@ class Trust:
             return False
         count = value.bytes // 8  # a comparison of words makes a byte of each
         return bool(self._room.run(lambda: same_bytes(found, storage), count, "comparing"))
+
+
+def _most_at_once(calls: Sequence[Call], costs: Costs) -> int:
+    """Bytes of results while they run one after the other: each is gone when it was read last."""
+    makers = {id(call): call for call in calls}
+    last: dict[int, int] = {}  # the call -> where what it has made is read last
+    for at, call in enumerate(calls):
+        for source in call.sources:
+            if source.value.call is not None:
+                last[id(source.value.call)] = at
+    gone: dict[int, list[Call]] = {}
+    for maker, at in last.items():
+        if maker in makers:
+            gone.setdefault(at, []).append(makers[maker])
+    held = most = 0
+    for at, call in enumerate(calls):
+        held += costs.known_bytes(call.cost)
+        most = max(most, held)
+        held -= sum(costs.known_bytes(maker.cost) for maker in gone.get(at, ()))
+    return most
