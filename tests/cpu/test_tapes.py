@@ -82,18 +82,17 @@ def check(build: Build, expected: Run, share: float) -> Dynamic:
     return dynamic_of(made[0])
 
 
-TAPED = ("mlp", "gpt", "bert", "unet", "accumulation")
+TAPED = {"mlp": 0.5, "gpt": 0.5, "bert": 0.7, "unet": 0.7, "accumulation": 0.7}
 
 
-@pytest.mark.parametrize("share", [0.7, 0.5])
-@pytest.mark.parametrize("name", TAPED)
+@pytest.mark.parametrize(("name", "share"), TAPED.items())
 def test_bits_and_bytes_are_those_of_steps_by_python(slow: None, name: str, share: float) -> None:
     expected = plain(name, STEPS)
     dynamic = check(BUILDS[name], expected, share)
     assert dynamic.room.counts["dropped"] and not dynamic.room.counts["not dropped"]
 
 
-@pytest.mark.parametrize("share", [0.8, 0.7])
+@pytest.mark.parametrize("share", [0.7])
 def test_parts_of_a_graph_that_is_kept_are_dropped_again(slow: None, share: float) -> None:
     expected = plain("partial", STEPS)
     ours = run(BUILDS["partial"], STEPS, int(share * max(expected.peaks)), policy="tide")
@@ -220,7 +219,7 @@ def both_ways(meddle: Meddle) -> Dynamic:
     return dynamic
 
 
-@pytest.mark.parametrize("layer", [1, 4, 7])
+@pytest.mark.parametrize("layer", [2, 7])
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_python_can_go_on_from_any_moment(slow: None, how: str, layer: int) -> None:
     handed: list[int] = []
