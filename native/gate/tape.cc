@@ -526,6 +526,8 @@ void lowtide_tape_clear() {
   clear();
 }
 
+// Whether a step goes by it, or has not been handed over yet.
+int lowtide_tape_is_known() { return is_known(); }
 // Whether it was to be handed over, and was not, or not as a whole.
 int lowtide_tape_is_owed() { return owed; }
 // Whether nothing is dropped or held for something that is.

@@ -23,6 +23,7 @@ class NativeTape:
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._library = library
         self._whom: tuple[Any, ...] = ()  # as long as the library may call them
+        self._tape: Tape | None = None  # by which they go
 
     def put(
         self,
@@ -32,6 +33,8 @@ class NativeTape:
         fused: Callable[[int, Sequence[torch.UntypedStorage], Sequence[torch.Tensor]], None],
     ) -> bool:
         """Steps go by that from now on. False: they cannot."""
+        if self._tape is tape and self._whom[0] == hand_over:
+            return True
         words, functions = tape.words, [one.kernel.function for one in tape.kernels]
         launch = launch_address() if any(functions) else 0
         whom = hand_over, bring, fused
@@ -41,8 +44,17 @@ class NativeTape:
             *(launch, THREADS, WIDTH, *map(id, whom)),
         )
         if done:
-            self._whom = whom
+            self._whom, self._tape = whom, tape
         return bool(done)
+
+    def is_busy(self) -> bool:
+        """Whether a step goes by it, or has not been handed over yet."""
+        return bool(self._library.lowtide_tape_is_known())
+
+    def leave(self, hand_over: Callable[[], None]) -> None:
+        """Refer to nobody any more, if that is who it works for."""
+        if self._whom and self._whom[0] == hand_over and not self.is_busy():
+            self._whom, self._tape = (), None
 
     def begin(self) -> None:
         """A step begins that goes by it."""
@@ -158,6 +170,7 @@ def _load(path: Path) -> NativeTape:
         "begin": ([], None),
         "clear": ([], None),
         "happen": ([number], ctypes.c_int),
+        "is_known": ([], ctypes.c_int),
         "is_owed": ([], ctypes.c_int),
         "hand_over": ([], ctypes.c_int),
         "reason": ([], ctypes.c_char_p),

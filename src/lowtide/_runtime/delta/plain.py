@@ -31,6 +31,7 @@ class Plain:
         room.adopt = self._natively.adopt
         if planned is not None:
             planned.resume, planned.tapes.halt = self.go, self.halt
+            planned.tapes.keeps = self._natively.is_at_work
 
     def start(self, saved: Saved) -> None:
         """Its saves."""

@@ -65,6 +65,7 @@ class Tapes:
     following: Follower
     saved: Saved
     halt: Callable[[], None]  # Python sees what happens next
+    keeps: Callable[[], bool]  # whether saves may be kept natively
 
     def __init__(
         self,
@@ -100,7 +101,10 @@ class Tapes:
         native, self._of = self._loaded(), self._known(script)
         if native is None:
             return
-        native.hand_over()  # if one was broken off
+        if self._put is not None and native.is_owed():
+            native.hand_over()  # it was broken off
+        if native.is_busy() or not self.keeps():
+            return  # another fit's step goes by it; or nobody keeps saves natively
         if self._of.tape is None:
             if self._of.rehearsals < _REHEARSED:
                 self.log.begin()
@@ -117,11 +121,10 @@ class Tapes:
         return found
 
     def _is_put(self, native: NativeTape, tape: Tape) -> bool:
-        if self._put is not tape:
-            if not native.put(tape, self._take_over, self._bring, self._run_kernel):
-                self._of.tape = None
-                return False
-            self._put = tape
+        if not native.put(tape, self._take_over, self._bring, self._run_kernel):
+            self._of.tape = None
+            return False
+        self._put = tape
         return True
 
     def _loaded(self) -> NativeTape | None:
@@ -167,8 +170,13 @@ class Tapes:
 
     def stop(self) -> None:
         """For good: nothing of the program's is referred to."""
+        steps = self.steps
         self.finish()
+        self.steps = steps  # the one that has begun is none
         self.log.stop()
+        self._all.clear()
+        if self._native is not None:
+            self._native.leave(self._take_over)
 
     def happen(self, event: int) -> None:
         """Do what is to be done then."""

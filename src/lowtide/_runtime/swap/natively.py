@@ -59,6 +59,10 @@ class Natively:
             else:
                 native.leave()
 
+    def is_at_work(self) -> bool:
+        """Whether its hooks are those that PyTorch calls."""
+        return self._native is not None
+
     def stop(self) -> None:
         """For good."""
         self.halt()
