@@ -64,7 +64,4 @@ std::shared_ptr<const Form> known_form(std::int64_t number, std::int64_t id);
 
 }  // namespace lowtide::tape
 
-// The saves that lie on values of the tape become Python's: in saves.cc. False: Python has raised.
-extern "C" int lowtide_saves_adopt_taped();
-
 #endif

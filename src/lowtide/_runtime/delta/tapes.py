@@ -91,7 +91,7 @@ class Tapes:
         self.on = False
         self._taking = False  # over what a tape knows
         self.steps = 0  # that went by one to the end
-        self.why: str | None = None  # the last rehearsal came to nothing
+        self.why: str | None = None  # a rehearsal came to nothing, or a step was handed over
 
     def begin(self, script: Script | None) -> None:
         """A step begins, in which only what is needed for the script is seen, or all (None)."""
