@@ -42,6 +42,7 @@ from pareto_aims import (
     PARTS,
     ROOM,
     SHARES,
+    TRACES,
     WORKS,
 )
 from pareto_imagined import Imagined
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--budgets", default=",".join(BUDGETS), help="of tide")
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
+    parser.add_argument("--traces", default="", help="write each traced step into this folder")
     parser.add_argument("--dry-run", action="store_true", help="show the plan; needs no GPU")
     parser.add_argument("--plot", action="store_true", help="only draw what is in --out")
     options = parser.parse_args()
@@ -167,6 +169,7 @@ def main() -> None:
         results.found["machine"] = machine_facts()
     began = time.perf_counter()
     with table() as also:
+        also[TRACES] = options.traces
         if "same" in parts or "tide" in methods:
             with answering("warm", 1, also, dry=options.dry_run) as answers:
                 print("warm", answers.ask("warm")[-1], flush=True)

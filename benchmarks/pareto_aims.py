@@ -28,6 +28,7 @@ SAME: dict[str, tuple[int, float]] = {  # the batch, and the budget over the pla
     "ResNet-50 256 tf32": (64, 0.6),
     "ResNet-50 256 bf16": (64, 0.6),
 }
+TRACES = "LOWTIDE_TRACES"  # the variable with the folder that traced steps are written to
 MEMORY = 125.0  # GiB of the GPU that works side by side may take
 
 

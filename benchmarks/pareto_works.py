@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import delta_works
@@ -22,9 +23,9 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from delta_works import in_a_line, peaks, say
-from pareto_aims import COMPILED, FULL, SAME
+from pareto_aims import COMPILED, FULL, SAME, TRACES
 from subjects import TIDY, Entry, Subject, _bert, _language, _vision
-from swap import context_of, plain_times, timed
+from swap import context_of, plain_times, timed, trace_path, write_trace
 from torch import nn
 from turns import Turn
 
@@ -155,7 +156,7 @@ def tide(name: str, budgets: list[tuple[str, int]]) -> None:
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always", lowtide.LowtideWarning)
-                under(budget, subject, step, row)
+                under(budget, subject, step, row, trace_path(os.environ.get(TRACES, ""), name))
             if before:
                 row["beside_seconds"] = statistics.median([*before, *plain_times(step)])
         except (RuntimeError, lowtide.LowtideError) as error:
@@ -168,8 +169,10 @@ def tide(name: str, budgets: list[tuple[str, int]]) -> None:
         del subject, step
 
 
-def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> None:
-    """Fill the row of one budget."""
+def under(
+    budget: int, subject: Subject, step: Step, row: dict[str, Any], path: Path | None
+) -> None:
+    """Fill the row of one budget; the first traced step goes to `path`."""
     around = lowtide.fit(subject.model, subject.optimizer, budget=f"{budget}B", policy="tide")
     with peaks() as look, around as fitted:
         budgeted: Any = fitted._budgeted
@@ -202,6 +205,9 @@ def under(budget: int, subject: Subject, step: Step, row: dict[str, Any]) -> Non
             "last_ended": planned.tapes.why,
             "summary": fitted.summary(),
         }
+        script = planned.main_script()
+        if script is not None and path is not None and not path.with_suffix(".trace").exists():
+            write_trace(script.observed, budgeted._machine, path)
 
 
 def settle(fitted: Any, step: Step) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,7 @@ def measure(
         observed: list[Any] = []
         plain: list[list[float]] = []
         for budget in budgets:
-            yield under(budget, subject, step, observed, plain, turn)
-        if traces and observed:
-            write_trace(observed[0], Path(traces) / name.lower().replace(" ", "-"))
+            yield under(budget, subject, step, observed, plain, turn, trace_path(traces, name))
         return
     around = context_of(method)
 
@@ -214,15 +213,26 @@ def measured(step: Callable[[], None]) -> dict[str, Any]:
     }
 
 
-def write_trace(observed: Any, path: Path) -> None:
-    """The traced step, and where in it the runtime can act on what."""
-    import lowtide
+def trace_path(folder: str, name: str) -> Path | None:
+    """Where the traced step of a work goes, if it is to be kept."""
+    return Path(folder) / name.lower().replace(" ", "-").replace("/", "-") if folder else None
 
+
+def write_trace(observed: Any, machine: Any, path: Path) -> None:
+    """The traced step, how its values are known to the runtime, and the machine it ran on."""
+    import lowtide
+    from lowtide._machine.file import save_machine
+
+    path.parent.mkdir(parents=True, exist_ok=True)
     lowtide.save_trace(observed.trace, path.with_suffix(".trace"))
-    known = {
-        "held": {int(value): int(at) for value, at in observed.held.items()},
-        "positions": [int(at) for at in observed.positions],
-    }
+    save_machine(machine, path.with_suffix(".machine"))
+    known = {}
+    for part in fields(observed):
+        of = getattr(observed, part.name)
+        if isinstance(of, Mapping):
+            known[part.name] = [[key, other] for key, other in of.items()]
+        elif part.name != "trace":
+            known[part.name] = sorted(of) if isinstance(of, frozenset) else list(of)
     path.with_suffix(".json").write_text(json.dumps(known))
 
 
@@ -233,8 +243,9 @@ def under(
     observed: list[Any],
     plain: list[list[float]],
     turn: Turn,
+    path: Path | None,
 ) -> dict[str, Any]:
-    """One budget, with plain steps before it and after it."""
+    """One budget, with plain steps before it and after it; the first traced step goes to `path`."""
     import torch
 
     import lowtide
@@ -258,6 +269,8 @@ def under(
             row["modes"] = list(tide._budgeted._driver.modes)
             assert tide._budgeted._machine is not None
             outcome = simulate(observed[-1].trace, tide._budgeted._machine, script.plan.swaps)
+            if path is not None and not plain:
+                write_trace(observed[0], tide._budgeted._machine, path)
     except (RuntimeError, IndexError, lowtide.LowtideError) as error:
         return {"budget": budget, "error": str(error) or type(error).__name__}
     plain.append(plain_times(step))
