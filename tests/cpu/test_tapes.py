@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import Build, Job
 from test_plain import SLOW
-from tides import BUILDS, plain, planned_of
+from tides import BUILDS, entered, plain, planned_of
 from tight import Run, find_difference, run
 from torch import nn
 
@@ -35,21 +35,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is swapped if it can be made again; what runs again in a row runs as one."""
     monkeypatch.setattr(budgeting, "machine_here", lambda *_, **__: SLOW)
     monkeypatch.setattr(groups, "DEVICES", {"cpu"})
-
-
-@contextmanager
-def entered() -> Iterator[list[lowtide.Tide]]:
-    """Those that are entered meanwhile."""
-    made: list[lowtide.Tide] = []
-    original = lowtide.Tide.__enter__
-
-    def enter(tide: lowtide.Tide) -> lowtide.Tide:
-        made.append(tide)
-        return original(tide)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowtide.Tide, "__enter__", enter)
-        yield made
 
 
 def dynamic_of(tide: lowtide.Tide) -> Dynamic:

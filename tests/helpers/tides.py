@@ -1,5 +1,7 @@
 """For tests by policy "tide": jobs, trained plainly and by plans."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -37,18 +39,25 @@ def planned_of(tide: lowtide.Tide) -> Planned:
     return found
 
 
-def check(name: str, share: float, **how: Any) -> tuple[Planned, list[int]]:
-    """Trained bit for bit, and every step, the first included, within the budget: their peaks."""
-    budget = int(share * max(plain(name).peaks))
+@contextmanager
+def entered() -> Iterator[list[lowtide.Tide]]:
+    """Those that are entered meanwhile."""
     made: list[lowtide.Tide] = []
+    original = lowtide.Tide.__enter__
 
     def enter(tide: lowtide.Tide) -> lowtide.Tide:
         made.append(tide)
         return original(tide)
 
-    original = lowtide.Tide.__enter__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowtide.Tide, "__enter__", enter)
+        yield made
+
+
+def check(name: str, share: float, **how: Any) -> tuple[Planned, list[int]]:
+    """Trained bit for bit, and every step, the first included, within the budget: their peaks."""
+    budget = int(share * max(plain(name).peaks))
+    with entered() as made:
         ours = run(BUILDS[name], STEPS, budget, policy="tide", **how)
     assert find_difference(ours.result, plain(name).result) is None
     assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)

@@ -78,6 +78,10 @@ class Cap:
         """Whether the allocator is held to the budget."""
         return self._before is not None
 
+    def reserved(self) -> int:
+        """Bytes that the allocator has taken from the device; 0 where nobody tells."""
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
     def use_pages(self, giver: Giver | None) -> bool:
         """Whether memory is given in pages from now on: then nothing is lost to fragments."""
         if giver is None:

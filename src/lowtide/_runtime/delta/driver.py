@@ -35,6 +35,7 @@ from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier
 
 _MOST_STEPS = 1000
+_NEARLY = 0.97  # of the budget: a step that is known, and is planned to hold no more
 
 
 class Dynamic:
@@ -243,6 +244,8 @@ class Dynamic:
         was_lax, self._was_lax = self._was_lax, False
         if was_lax:  # nobody has counted all of it: it was a step like those before
             self.peaks.append(self._tally.known_peak)
+            if self._has_nothing_to_do():
+                self._pop()
             return
         self.plain_peak = max(self.plain_peak, ledger.plain_peak)
         if budget is not None:  # a share is not known in the first step
@@ -253,16 +256,42 @@ class Dynamic:
         loose = self._tally.watched(ledger, budget)
         if budget is not None and (self.planned is None or not self.planned.following.scripts):
             self.room.margin = self.cap.margin(budget)  # a plan was made for the one there was
-        if loose and is_calm():
+        if (loose and is_calm()) or self._has_nothing_to_do():
             self._pop()
+
+    def _has_nothing_to_do(self) -> bool:
+        """Whether steps go by a plan that moves nothing, with a little of the budget left over.
+
+        That is for a step that turns out larger: what it saves beyond the known is made up for.
+        """
+        planned, budget = self.planned, self.room.budget
+        if planned is None or budget is None or not planned.keeps_all():
+            return False
+        if self.ledger.away or self._tally.in_pieces or not is_calm():
+            return False
+        known = max(self._tally.known_peak, self.plain_peak)
+        return self.cap.reserved() <= budget and known <= _NEARLY * budget
 
     def _look_again(self) -> None:
         """A step that was not watched: if it was another one than those before, the next is."""
         self.peaks.append(self._tally.known_peak)
-        if self._tally.is_another() and is_free():
+        if self._tally.is_another():
+            self._watch_again()
+
+    def _watch_again(self) -> None:
+        """What happens from now on, if that can be."""
+        if is_free():
             self._tally.watch_again()
             self._push()
             self.set_budget(self.room.budget)
+
+    def _wake(self) -> None:
+        """A step that nobody watches is another one than those before: who knows what it makes."""
+        self._watch_again()
+        if self._mode is not None:
+            self.ledger.begin_step()
+            with suppress(OutOfBudget):  # what an op makes that is about to run is asked for then
+                self.room.make(0)
 
     # What the hooks tell.
 
@@ -282,6 +311,8 @@ class Dynamic:
         if observer is not None:
             observer.begin_own(anew=True)  # whatever has become of the last one
         number = self._tally.save(handle.bytes)
+        if self._mode is None and not self._unseen.now and not self._tally.is_known(number):
+            self._wake()
         cell = handle.cell
         value = cell.value if isinstance(cell, DeltaCell) else None
         if cell is not None and cell.handles == 1:

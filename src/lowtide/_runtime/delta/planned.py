@@ -254,6 +254,13 @@ class Planned:
         script = self.following.script
         return self.is_settled() and script is not None and script.judged
 
+    def keeps_all(self) -> bool:
+        """Whether the step that has ended went by the only plan, which stays and does nothing."""
+        script = self.following.script if self.mode is Mode.PLANNED else None
+        if script is None or not script.judged or len(self.following.scripts) > 1:
+            return False
+        return not script.plan.swaps and not script.plan.remakes
+
     def main_script(self) -> Script | None:
         """The one that was followed most."""
         return max(self.following.scripts, key=lambda one: len(one.seconds), default=None)

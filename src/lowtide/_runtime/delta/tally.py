@@ -16,7 +16,7 @@ class Tally:
         self._known_bytes = 0
         self.known_peak = 0  # what it held
         self._loose_steps = 0
-        self._in_pieces = False
+        self.in_pieces = False
         self._rows: list[tuple[int, int]] = []  # bytes of a save, and of a storage new with it
         self.known_rows: list[tuple[int, int]] = []
 
@@ -38,19 +38,24 @@ class Tally:
             self.save(count)
             self.add_storage(new)
 
+    def is_known(self, number: int) -> bool:
+        """Whether that save of this step is as large as it was in the step that is known."""
+        rows = self.known_rows
+        return number < len(rows) and rows[number][0] == self._rows[number][0]
+
     def more(self) -> int:
         """Bytes that this step saved beyond what is known."""
         return self._bytes - self._known_bytes
 
     def step_in_pieces(self) -> None:
         """An optimizer did; as a whole it makes more on the way, and nobody knows how much."""
-        self._in_pieces = True
+        self.in_pieces = True
 
     def begin(self) -> None:
         """A step begins."""
         self.saves = self._bytes = self._shape = 0
         self._rows = []
-        self._in_pieces = False
+        self.in_pieces = False
 
     def is_another(self) -> bool:
         """Whether the step that ends was none like the one that is known."""
@@ -59,7 +64,7 @@ class Tally:
     def watched(self, ledger: Ledger, budget: int | None) -> bool:
         """A step that was watched ends: whether those to come need not be."""
         loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
-        loose = loose and not self.is_another() and not self._in_pieces  # which may need more
+        loose = loose and not self.is_another() and not self.in_pieces  # which may need more
         self._known_shape, self._known_bytes = self._shape, self._bytes
         self.known_rows = self._rows
         self.known_peak = ledger.peak
