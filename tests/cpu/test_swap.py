@@ -428,6 +428,7 @@ def test_steps_that_take_more_than_planned_are_planned_anew_for_less() -> None:
         following = tide._budgeted._driver.following
         (old,) = following.scripts
         less = old.plan.plain_peak_bytes // 10
+        assert not tide._budgeted.shrink(less, 0.9), "steps would take longer"
         assert tide._budgeted.shrink(less)
         (new,) = following.scripts
         assert new.plan.peak_bytes <= old.plan.peak_bytes - less

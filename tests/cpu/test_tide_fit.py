@@ -159,6 +159,23 @@ def test_a_little_has_to_be_left_over_for_that(judged: None, share: float, loose
         assert (Mode.LOOSE in planned_of(tide).steps) is loose
 
 
+def test_steps_are_not_planned_for_less_if_they_took_too_long_then() -> None:
+    job = JOBS["mlp"]()
+    budget = int(0.7 * max(plain("mlp").peaks))
+    with lowtide.fit(job.model, job.optimizers, budget=budget, policy="tide") as tide:
+        for _ in range(4):
+            job.step()
+        assert tide._budgeted is not None
+        following = planned_of(tide).following
+        (old,) = following.scripts
+        less = old.plan.peak_bytes // 20
+        assert not tide._budgeted.shrink(less, 0.9)
+        assert following.scripts == [old]
+        assert tide._budgeted.shrink(less)
+        (new,) = following.scripts
+        assert new.plan.peak_bytes <= old.plan.peak_bytes - less
+
+
 def test_what_is_held_in_a_live_step_makes_others_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search would choose: all that can be held is, for what is made from it."""
     monkeypatch.setattr(plans, "tide", hold_all)

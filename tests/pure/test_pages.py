@@ -1,6 +1,7 @@
 """Arenas in pages, over main memory: what is free can be used, wherever it lies."""
 
 from collections import Counter
+from math import inf
 from random import Random
 
 import pytest
@@ -365,7 +366,7 @@ def test_where_not_all_has_a_place_steps_are_asked_to_need_less() -> None:
             made.host.free(block)
     with bench() as made:
         paged(made, int(0.9 * most) // PAGE * PAGE)
-        made.pool._shrink = lambda count: not asked.append(count)  # type: ignore[func-returns-value]
+        made.pool._shrink = lambda count, _: not asked.append(count)  # type: ignore[func-returns-value]
         left = []
         for _ in range(9):
             left = steps.step(made.host, left)
@@ -374,8 +375,21 @@ def test_where_not_all_has_a_place_steps_are_asked_to_need_less() -> None:
         assert asked[:3] == [asked[0], 2 * asked[0], 4 * asked[0]]  # the same is missing each time
         assert made.pool.summary().plans == 0
         asked.clear()
+        made.pool._lacked.clear()
 
-        def cannot(count: int) -> bool:
+        def dear(count: int, slower: float) -> bool:
+            """More than what is missing costs too much time."""
+            asked.append(count)
+            return slower == inf
+
+        made.pool._shrink = dear
+        for _ in range(6):
+            left = steps.step(made.host, left)
+            made.pool.mark()
+        assert asked[:3] == [asked[0], 2 * asked[0], asked[0]]
+        asked.clear()
+
+        def cannot(count: int, _: float) -> bool:
             asked.append(count)
             return False
 

@@ -166,7 +166,7 @@ def test_what_the_last_step_left_behind_lies_where_plans_have_it() -> None:
     """So that the first step in a new arena follows its plan, in no more memory than that."""
     with bench() as b:
         place = _Parking(b.host)
-        b.pool = Pool(b.host.core, place, b.told.append, lambda _: False)
+        b.pool = Pool(b.host.core, place, b.told.append, lambda *_: False)
         left: list[int] = []
         moved = 0
         for i in range(9):
@@ -201,7 +201,7 @@ def test_where_steps_have_become_others_the_arena_goes_and_comes_again(why: str)
     """Also if something lives in it that no step frees."""
     with bench() as b:
         place = _Clearing(b.host)
-        b.pool = Pool(b.host.core, place, b.told.append, lambda _: False)
+        b.pool = Pool(b.host.core, place, b.told.append, lambda *_: False)
         left: list[int] = []
         for _ in range(6):
             left = place.now(train(b, left=left))
@@ -248,7 +248,7 @@ def test_without_room_for_an_arena_training_goes_on() -> None:
 def test_without_room_steps_are_asked_to_need_less_before_anybody_is_told() -> None:
     asked: list[int] = []
 
-    def shrink(less: int) -> bool:
+    def shrink(less: int, _: float) -> bool:
         asked.append(less)
         return len(asked) < 3
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -322,13 +323,16 @@ class Budgeted:
         share = _KNOWN_SHARE if self._driver.following.scripts else _UNKNOWN_SHARE
         return held > stays + share * (self._bytes - stays)
 
-    def shrink(self, less: int) -> bool:
-        """Hold so much less in the steps to come. False: that cannot be, or was tried enough."""
+    def shrink(self, less: int, slower: float = inf) -> bool:
+        """Hold so much less in the steps to come. False: that cannot be, or was tried enough.
+
+        Nor is it done if steps then took more than `slower` times as long.
+        """
         if self._dynamic is None:
             with self._saved:
-                return self._budget != FREE and self._driver.shrink(less)
+                return self._budget != FREE and self._driver.shrink(less, slower)
         planned = None if self._dynamic is None else self._dynamic.planned
-        return planned is not None and planned.shrink(less)
+        return planned is not None and planned.shrink(less, slower)
 
     def take_planned_anew(self) -> bool:
         """Whether the last step has shown that the next ones have to hold less. Told once."""

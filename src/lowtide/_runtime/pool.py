@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from lowtide._layout.buffers import Buffer, rounded
@@ -32,6 +33,7 @@ _MOST_REPLANS = 4  # of one signature: lives that vary without end are left disp
 _TROUBLE = 3  # fewer may be due to what lay where before the plan was made
 _LONGEST_STEP = 200_000  # allocations: a longer one takes too long to lay out between steps
 _TRIM_WITHIN = 8  # marks: in case no step goes by its plan alone
+_DEAR = 1.2  # times as long steps may take for more room than is missing
 _MORE = 0.005  # of an arena: by so much steps are made to need less than would just do
 _PATIENCE = 50  # marks until an arena that could not be had is asked for again
 
@@ -105,8 +107,8 @@ class _LaneState:
 class Pool:
     """Keeps a native pool in plans. `tell` is given one line when something cannot be had.
 
-    `shrink` is asked before: whether the steps to come will need so much less. Until `ready`,
-    steps say little of those to come, and none is planned.
+    `shrink` is asked before: whether the steps to come will need so much less, and take at most so
+    many times as long. Until `ready`, steps say little of those to come, and none is planned.
     """
 
     def __init__(
@@ -114,11 +116,11 @@ class Pool:
         core: Core,
         place: Place,
         tell: Callable[[str], None],
-        shrink: Callable[[int], bool] | None = None,
+        shrink: Callable[[int, float], bool] | None = None,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._ready = ready
-        self._shrink = shrink or (lambda _: False)
+        self._shrink = shrink or (lambda *_: False)
         self._is_tight = shrink is not None
         self._core = core
         self._place = place
@@ -314,11 +316,13 @@ class Pool:
             # Another plan leaves other holes: each time more of it is left than what is missing.
             times = self._lacked[lane.lane]
             self._lacked[lane.lane] += 1
-            if self._shrink(plan.missing << times) or (times and self._shrink(plan.missing)):
+            if times and self._shrink(plan.missing << times, _DEAR):
+                return None
+            if self._shrink(plan.missing, inf):
                 return None
         self._lacked[lane.lane] = 0
         filled = self._core.fill(lane.lane, plan.filled, max(plan.height, highest))
-        if not filled and self._shrink(lane.page):
+        if not filled and self._shrink(lane.page, inf):
             return None
         windows = dict.fromkeys(plan.pages.values(), -1)
         for pages in windows:
@@ -339,7 +343,7 @@ class Pool:
         self._core.set_mode(self._mode)  # the place may have needed another one
         if made:
             return True
-        if self._shrink(self._place.missing + int(_MORE * size)):
+        if self._shrink(self._place.missing + int(_MORE * size), inf):
             state.seen.clear()
             return False
         state.asked_again = self._marks + state.patience

@@ -126,9 +126,12 @@ class Planned:
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._failed(error)
 
-    def shrink(self, less: int) -> bool:
-        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
-        return self.replans.shrink(self._ended, less)
+    def shrink(self, less: int, slower: float) -> bool:
+        """Plan anew, so that steps hold so much less. False: that was done, or cannot be.
+
+        Nor is it done if they took more than `slower` times as long.
+        """
+        return self.replans.shrink(self._ended, less, slower)
 
     def _exchanged(self, new: Script) -> None:
         """Steps go by that from now on."""

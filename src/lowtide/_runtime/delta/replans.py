@@ -1,6 +1,7 @@
 """Steps that turn out otherwise than planned -> other plans for steps like them."""
 
 from collections.abc import Callable
+from math import inf
 
 from lowtide._ir import Plan
 from lowtide._policy.host import Host
@@ -32,13 +33,16 @@ class Replans:
         self.hooked: Callable[[], float] = lambda: 0.0  # seconds of the host for saves, so far
         self._hooked = 0.0  # ... when it was last begun to count
 
-    def shrink(self, old: Script | None, less: int) -> bool:
-        """Plan anew, so that steps hold so much less. False: that was done, or cannot be."""
+    def shrink(self, old: Script | None, less: int, slower: float = inf) -> bool:
+        """Plan anew, so that steps hold so much less. False: that was done, or cannot be.
+
+        Nor is it done if they took more than `slower` times as long.
+        """
         if old is None or old not in self._following.scripts or old.replans >= _MOST_REPLANS:
             return False
         old.replans += 1
         new = self._made_anew(old, old.plan.peak_bytes - less, None)
-        if new is None:
+        if new is None or new.plan.seconds > slower * old.plan.seconds:
             return False
         new.replans, new.rounds = old.replans, old.rounds
         self._exchange(old, new)

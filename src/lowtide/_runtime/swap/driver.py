@@ -379,10 +379,13 @@ class Driver:
         tier = self._tier(torch.device(observed.trace.device))
         self._below.prepare(tier, self.following.scripts, new)
 
-    def shrink(self, less: int) -> bool:
-        """Plan steps like the last anew, to hold so much less. False: was done, or cannot be."""
+    def shrink(self, less: int, slower: float) -> bool:
+        """Plan steps like the last anew, to hold so much less. False: was done, or cannot be.
+
+        Nor if they took more than `slower` times as long.
+        """
         old = self.following.ended
-        new = None if old is None else lowered(old, less, self._make_plan)
+        new = None if old is None else lowered(old, less, slower, self._make_plan)
         if old is None or new is None:
             return False
         self._natively.halt()

@@ -153,13 +153,20 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
     )
 
 
-def lowered(old: Script, less: int, plan: Callable[[Observed, int | None], Plan]) -> Script | None:
-    """For the same steps, by a plan that holds so much less; None: that was done, or cannot be."""
+def lowered(
+    old: Script, less: int, slower: float, plan: Callable[[Observed, int | None], Plan]
+) -> Script | None:
+    """For the same steps, by a plan that holds so much less; None: that was done, or cannot be.
+
+    Nor by one that takes more than `slower` times as long.
+    """
     if old.replans >= _MOST_REPLANS:
         return None
     try:
         new = write_script(old.observed, plan(old.observed, old.plan.peak_bytes - less))
     except CannotFit:
+        return None
+    if new.plan.seconds > slower * old.plan.seconds:
         return None
     new.replans = old.replans + 1
     return new
