@@ -159,14 +159,15 @@ def main() -> None:
     if options.plot and not (options.out and options.out.exists()):
         parser.error("--plot draws what is in --out: give a file that is there")
 
-    results = Results(options.out, dry=options.dry_run)
+    results, commit = Results(options.out, dry=options.dry_run), "imagined"
     if options.plot:
         plot(results.found, options.out.with_suffix(".png"))
         return
     if not options.dry_run:
         from machine import machine_facts
 
-        results.found["machine"] = machine_facts()
+        facts = results.found["machine"] = machine_facts()
+        commit = facts.get("commit", commit)
     began = time.perf_counter()
     with table() as also:
         also[TRACES] = options.traces
@@ -185,6 +186,7 @@ def main() -> None:
             measure = partial(
                 measure_work,
                 *(part, methods, budgets, results, also, memory, options.resume, options.dry_run),
+                commit,
             )
             with ThreadPoolExecutor(1 if options.dry_run else len(names)) as pool:
                 imagined += sum(pool.map(measure, left))
@@ -234,6 +236,7 @@ def measure_work(
     memory: Memory,
     resume: bool,
     dry: bool,
+    commit: str,
     name: str,
 ) -> float:
     """One work's share of a part; in a dry run, about how many seconds it takes."""
@@ -245,14 +248,22 @@ def measure_work(
     tasks = len({"plain", *methods} - {"compile"}) if part == "points" else 1
     room = memory.taken(ROOM * KNOWN[name].reserved)
     with room, answering(part, tasks, also, dry=dry) as answers:
+
+        def ask(*task: Any) -> Iterator[Row]:
+            began = time.perf_counter()
+            for row in answers.rows(*task):  # a file may have rows of several commits
+                now = time.perf_counter()
+                yield row | {"commit": commit, "took_seconds": round(now - began, 1)}
+                began = now
+
         try:
             put = partial(results.put, "works", name)
             if part == "compiled":
-                compiled(name, answers.rows, work, put)
+                compiled(name, ask, work, put)
             elif part == "points":
-                points(name, methods, budgets, answers.rows, work, put)
+                points(name, methods, budgets, ask, work, put)
             else:
-                results.put("same", name, same(name, answers.rows))
+                results.put("same", name, same(name, ask))
         except Exception as error:  # noqa: BLE001 - the other works go on
             print(f"{name:20} {part} broke off: {error!r}", flush=True)
     return answers.seconds if isinstance(answers, Imagined) else 0.0

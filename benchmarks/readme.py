@@ -210,6 +210,17 @@ def pareto_tables() -> str:
         f"Of {len(rows)} budgets {held} were held in bytes reserved, {len(done) - held} were "
         f"exceeded, {len(rows) - len(done)} failed."
     ]
+    settled = [row for row in done if "plan" in row]
+    if settled:
+        times = [abs(row["plan"]["seconds"] / row["seconds"] - 1) for row in settled]
+        peaks = [
+            abs(row["plan"]["peak_bytes"] / row.get("settled_peak_bytes", row["peak_bytes"]) - 1)
+            for row in settled
+        ]
+        notes.append(
+            f"Plans were within 5 % of the step time in {sum(one <= 0.05 for one in times)}, and "
+            f"within 2 % of the peak in {sum(one <= 0.02 for one in peaks)} of {len(settled)}."
+        )
     same = {
         name: m["identical"]
         for name, m in results.get("same", {}).items()
@@ -220,6 +231,9 @@ def pareto_tables() -> str:
     if other := [name for name, identical in same.items() if not identical]:
         notes.append(f"Losses differ from plain's ({', '.join(other)}).")
     machine = results["machine"]
+    commits = sorted({row["commit"] for row in rows if "commit" in row})
+    if len(commits) > 1:
+        notes.append(f"Rows are of commits {', '.join(commits)}.")
     notes.append(f"({machine['gpu']}, torch {machine['torch']})")
     lines += ["", " ".join(notes)]
     if (RESULTS / "pareto.png").exists():
