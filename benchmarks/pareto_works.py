@@ -34,6 +34,7 @@ from lowtide._ir import Rerun
 
 WARM = 3  # steps before those that are timed
 PATIENCE = 48  # ... at most, where they wait for a plan and its layout
+UNWATCHED = 8  # ... if nobody need watch: memory comes to lie otherwise when that begins
 FOLLOWED = 2  # steps by both before those that are timed
 STEPS = 5  # whose losses are compared: one unseen, one traced, the rest by a plan
 
@@ -214,6 +215,7 @@ def settle(fitted: Any, step: Step) -> None:
     """Until steps go by their last plan, and lie where they are planned to."""
     planned = fitted._budgeted._dynamic.planned
     script, replayed = None, 0  # the last plan, and what had been laid out before it
+    loose = 0  # steps in a row that nobody watched
     for _ in range(PATIENCE - 1):
         pool = fitted._pool
         now = 0 if pool is None else pool.summary().replayed
@@ -221,7 +223,8 @@ def settle(fitted: Any, step: Step) -> None:
             script, replayed = planned.following.script, now
         if planned.is_steady() and now - replayed >= FOLLOWED:
             break
-        if planned.modes and planned.modes[-1] == "loose":
+        loose = loose + 1 if planned.modes and planned.modes[-1] == "loose" else 0
+        if loose >= UNWATCHED:
             break
         step()
 

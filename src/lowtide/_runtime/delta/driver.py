@@ -30,7 +30,7 @@ from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.fused.groups import Fuser
 from lowtide._runtime.swap.native_saves import NativeSaves
-from lowtide._runtime.swap.quiet import is_calm, is_free
+from lowtide._runtime.swap.quiet import is_calm, is_capturing, is_free
 from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier
 
@@ -287,7 +287,8 @@ class Dynamic:
 
     def _wake(self) -> None:
         """A step that nobody watches is another one than those before: who knows what it makes."""
-        self._watch_again()
+        if not is_capturing():  # nothing may be given back then
+            self._watch_again()
         if self._mode is not None:
             self.ledger.begin_step()
             with suppress(OutOfBudget):  # what an op makes that is about to run is asked for then
