@@ -1,6 +1,8 @@
 #include "form.h"
 
 #include <ATen/core/jit_type.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
 #include <ATen/ScalarOps.h>
 #include <c10/core/TensorOptions.h>
 
@@ -138,6 +140,15 @@ bool Form::fits(const c10::IValue& given, At& at) const {
   for (std::size_t i = 0; i < items.size(); ++i)
     if (!fits(items.get(i), at)) return false;
   return true;
+}
+
+c10::Storage Form::nothing(std::size_t tensor) const {
+  const Look& look = looks_.at(tensor);
+  const std::size_t bytes = at::detail::computeStorageNbytes(
+      look.sizes, look.strides, c10::elementSize(look.dtype), static_cast<std::size_t>(look.offset));
+  return at::zeros({static_cast<std::int64_t>(bytes)},
+                   at::TensorOptions(look.device).dtype(at::kByte))
+      .storage();
 }
 
 std::vector<c10::IValue> Form::filled(const std::vector<c10::Storage>& storages) const {

@@ -26,6 +26,9 @@ class Form {
   // What to give so that the same is done to other bytes: a storage for each tensor, in order.
   std::vector<c10::IValue> filled(const std::vector<c10::Storage>& storages) const;
 
+  // Zeros, in place of bytes that do not matter to what it does: for that tensor, in order.
+  c10::Storage nothing(std::size_t tensor) const;
+
   const c10::OperatorHandle& op() const { return op_; }
   std::int64_t id = 0;  // by which Python knows it
   c10::Device device() const { return *device_; }  // of the first tensor, or else as was asked for

@@ -53,7 +53,8 @@ enum Kind : int {
   kRandom = 4,
   kStatistics = 5,
   kWritten = 6,
-  kWrittenRandom = 7
+  kWrittenRandom = 7,
+  kWrittenWriter = 8
 };
 
 namespace tape = lowtide::tape;
@@ -76,6 +77,7 @@ constexpr std::size_t kMostForms = 8;  // of one number
 struct Offer {
   std::int64_t number = -1;
   std::optional<Form> form;
+  std::int64_t known = 0;  // its id, if it has one
 };
 thread_local Offer offer;  // of the op that Python sees now
 
@@ -141,6 +143,7 @@ class Gate final : public PyInterpreterVTable {
          ++given) {
       if (has_class_of_its_own(*given)) return false;
     }
+    if (kind == kWrittenWriter) return record_write(op, stack, count, known.writes);
     if (known.writes != 0 && !writes_elsewhere(*stack, count, known.writes)) return false;
     switch (kind) {
       case kRandom:
@@ -184,14 +187,16 @@ class Gate final : public PyInterpreterVTable {
 
   // The device whose random numbers an op draws; none where that is not plain to see.
   static std::optional<c10::Device> draws_on(const torch::jit::Stack& stack, std::size_t count) {
-    std::optional<c10::Device> device;
+    std::optional<c10::Device> device, asked;
     const c10::IValue* const first = stack.data() + (stack.size() - count);
     for (const c10::IValue* given = first; given != first + count; ++given) {
-      if (given->isGenerator() || given->isDevice()) return std::nullopt;
+      if (given->isGenerator()) return std::nullopt;
+      if (given->isDevice()) asked = given->toDevice();
       lowtide::each_tensor(*given, [&](const at::Tensor& tensor) {
         if (!device || device->is_cpu()) device = tensor.device();
       });
     }
+    if (asked) device = asked;
     if (device && !device->is_cpu() && !device->is_cuda()) return std::nullopt;
     return device;
   }
@@ -233,6 +238,29 @@ class Gate final : public PyInterpreterVTable {
     const std::vector<c10::IValue> given(first, first + count);
     if (!run(op, stack, count, random.defined() ? kRandom : kPlain)) return false;
     tell(*form, number, given, *stack, op.schema().returns().size(), random);
+    return true;
+  }
+
+  // One that changes what it is given. Before it runs, all is to be had that is made from that: so
+  // Python sees it, unless a tape knows that there is nothing.
+  static bool record_write(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                           std::size_t count, std::uint64_t writes) {
+    const std::int64_t number = next_number.load(std::memory_order_relaxed);
+    const c10::IValue* const first = stack->data() + (stack->size() - count);
+    const std::shared_ptr<const Form> form = form_of(op, number, first, count);
+    if (form == nullptr) {
+      offer = {number, Form::of(op, first, count)};
+      return false;
+    }
+    offer = {number, std::nullopt, form->id};
+    const std::vector<c10::IValue> given(first, first + count);
+    {
+      const Locked lock;
+      if (!tape::is_on() || !tape::may_write(*form, number, given)) return false;
+    }
+    if (!writes_elsewhere(*stack, count, writes) || !tape::is_on()) return false;
+    if (!run(op, stack, count, kWriter)) return false;
+    tell(*form, number, given, *stack, op.schema().returns().size(), {});
     return true;
   }
 
@@ -347,9 +375,17 @@ class Gate final : public PyInterpreterVTable {
           static_cast<std::uint64_t>(next_number.load(std::memory_order_relaxed));
       const std::size_t word = number / 64;
       if (word < written_down.size() && (written_down[word] >> (number % 64) & 1))
-        return {known.kind == kPlain ? kWritten
-                    : known.kind == kRandom ? kWrittenRandom
-                                            : kUnknown};
+        switch (known.kind) {
+          case kPlain:
+          case kStatistics:  // which nobody makes anything from that is known
+            return {kWritten, known.writes};
+          case kRandom:
+            return {kWrittenRandom};
+          case kWriter:
+            return {kWrittenWriter, known.writes};
+          default:
+            return {};
+        }
     }
     return known;
   }
@@ -452,6 +488,7 @@ void lowtide_gate_record_by(void* told) {
 // The op that Python has just seen in this thread, by that number, is the same the next time it
 // looks the same. The id of its form, or 0: it cannot be compared.
 std::int64_t lowtide_gate_keep(std::int64_t number) {
+  if (offer.number == number && offer.known != 0) return offer.known;
   if (offer.number != number || !offer.form) return 0;
   auto form = std::make_shared<Form>(std::move(*offer.form));
   offer = {};
@@ -461,6 +498,11 @@ std::int64_t lowtide_gate_keep(std::int64_t number) {
   if (known.size() == kMostForms) known.erase(known.begin());
   known.push_back(std::move(form));
   return last_form;
+}
+
+// The id of the form of the op that Python sees now in this thread, by that number, if it is known.
+std::int64_t lowtide_gate_known(std::int64_t number) {
+  return offer.number == number ? offer.known : 0;
 }
 
 // Nobody knows what an op looked like.

@@ -58,6 +58,7 @@ Instruction read_instruction(Reader& from) {
     case Do::kRun:
       one.calls = from.word();
       one.makes = read_makes(from);
+      one.writes = read_makes(from);
       one.frees = from.numbers();
       break;
     case Do::kBring:
@@ -83,9 +84,11 @@ Program read_program(const std::int64_t* words, std::int64_t count) {
     op.form = known_form(op.number, from.word());
     op.reads = from.numbers();
     op.makes = read_makes(from);
+    op.writes = read_makes(from);
     op.holds = from.numbers();
     if (op.form == nullptr) throw std::out_of_range("a form is not known");
-    for (const Made& made : op.makes) found.is_made[static_cast<std::size_t>(made.value)] = true;
+    for (const auto& all : {op.makes, op.writes})
+      for (const Made& made : all) found.is_made[static_cast<std::size_t>(made.value)] = true;
     if (op.form->device().type() != c10::kCPU || found.ops.empty()) found.device = op.form->device();
     found.op_at[op.number] = static_cast<int>(found.ops.size());
     found.ops.push_back(std::move(op));

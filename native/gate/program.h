@@ -22,8 +22,9 @@ struct Made {
 struct Op {
   std::int64_t number;
   std::shared_ptr<const Form> form;
-  std::vector<int> reads;
+  std::vector<int> reads;    // -1: what is there does not matter
   std::vector<Made> makes;
+  std::vector<Made> writes;  // what it changes becomes these: their places are among the reads
   std::vector<int> holds;  // of the reads, those that a plan holds from here on
 };
 
@@ -45,6 +46,7 @@ struct Instruction {
   std::vector<int> sources, others;  // the others are held by Python
   std::vector<Input> inputs;
   std::vector<Made> makes;  // of a kernel: with the bytes of an element in place of a place
+  std::vector<Made> writes;
   std::vector<int> frees;   // nobody reads them after this
 };
 

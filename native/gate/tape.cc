@@ -42,6 +42,7 @@ struct Value {
 
 struct Noted {
   bool done = false;
+  bool ready = false;  // it is about to change what it reads, and that is as it was
   at::Tensor random;
   std::vector<bool> holds;
 };
@@ -194,7 +195,16 @@ void run(const Instruction& one) {
   const Noted& seen = noted[static_cast<std::size_t>(one.number)];
   if (!seen.done) throw Unlike("an op has not run");
   std::vector<c10::Storage> storages;
-  for (const int value : op.reads) storages.emplace_back(there(value));
+  for (const int value : op.reads)
+    storages.push_back(value < 0 ? op.form->nothing(storages.size()) : c10::Storage(there(value)));
+  std::vector<c10::Storage> written;
+  for (const Made& made : one.writes) {
+    const auto place = static_cast<std::size_t>(made.place);
+    Value& before = values[op.reads[place]];
+    if (!before.temporary) throw Unlike("what is to be changed is somebody else's");
+    before.temporary.reset();  // it is that no longer
+    written.push_back(storages[place]);
+  }
   std::vector<c10::IValue> stack = op.form->filled(storages);
   storages.clear();
   {
@@ -211,6 +221,7 @@ void run(const Instruction& one) {
       ++place;
     });
   if (made != one.makes.end()) throw Unlike("a result is missing");
+  for (std::size_t i = 0; i < written.size(); ++i) keep(one.writes[i], std::move(written[i]));
 }
 
 PyObject* none() {
@@ -341,18 +352,23 @@ bool binds(int which, const Impl* impl, const c10::Storage& storage) {
   return true;
 }
 
-bool is_as_rehearsed(const Op& op, const std::vector<c10::IValue>& given,
-                     const c10::IValue* results, std::size_t count) {
+bool reads_as_rehearsed(const Op& op, const std::vector<c10::IValue>& given) {
   std::size_t at = 0;
   bool same = true;
   for (const c10::IValue& one : given)
     each_tensor(one, [&](const at::Tensor& tensor) {
       if (is_wrapped_number(tensor)) return;
       const int value = op.reads[at++];
+      if (value < 0) return;
       const c10::Storage& storage = tensor.storage();
       const bool is_there = values[value].impl != nullptr || !program.is_made[value];
       same = same && is_there && binds(value, storage.unsafeGetStorageImpl(), storage);
     });
+  return same;
+}
+
+bool makes_as_rehearsed(const Op& op, const c10::IValue* results, std::size_t count) {
+  bool same = true;
   std::int64_t place = 0;
   auto made = op.makes.begin();
   for (std::size_t i = 0; i < count; ++i)
@@ -368,6 +384,34 @@ bool is_as_rehearsed(const Op& op, const std::vector<c10::IValue>& given,
       ++place;
     });
   return same && made == op.makes.end();
+}
+
+// Where it has changed something, that is another value now.
+bool writes_as_rehearsed(const Op& op, const std::vector<c10::IValue>& given) {
+  std::size_t found = 0;
+  std::int64_t at = 0;
+  for (const c10::IValue& one : given)
+    each_tensor(one, [&](const at::Tensor& tensor) {
+      if (is_wrapped_number(tensor)) return;
+      for (const Made& made : op.writes) {
+        const c10::Storage& storage = tensor.storage();
+        found += made.place == at && values[made.value].impl == nullptr &&
+            static_cast<std::int64_t>(storage.nbytes()) == program.bytes[made.value] &&
+            binds(made.value, storage.unsafeGetStorageImpl(), storage);
+      }
+      ++at;
+    });
+  return found == op.writes.size();
+}
+
+// The op of that number and form, unless it has run.
+Op* op_of(const Form& form, std::int64_t number, Noted** seen) {
+  const auto found = program.op_at.find(number);
+  if (found == program.op_at.end()) return nullptr;
+  const auto place = static_cast<std::size_t>(found->second);
+  *seen = &noted[place];
+  Op& op = program.ops[place];
+  return (*seen)->done || op.form->id != form.id ? nullptr : &op;
 }
 
 void clear() {
@@ -386,20 +430,25 @@ std::int64_t step() { return steps; }
 
 bool note(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given,
           const c10::IValue* results, std::size_t count, const at::Tensor& random) {
-  const auto found = program.op_at.find(number);
-  if (found != program.op_at.end()) {
-    const auto place = static_cast<std::size_t>(found->second);
-    const Op& op = program.ops[place];
-    Noted& seen = noted[place];
-    if (!seen.done && op.form->id == form.id && is_as_rehearsed(op, given, results, count)) {
-      seen.done = true;
-      seen.random = random;
-      for (const int read : op.holds)
-        seen.holds.push_back(acquire(op.reads[static_cast<std::size_t>(read)]));
-      return true;
-    }
-  }
-  return false;
+  Noted* seen = nullptr;
+  const Op* const op = op_of(form, number, &seen);
+  if (op == nullptr || !(seen->ready || reads_as_rehearsed(*op, given)) ||
+      !makes_as_rehearsed(*op, results, count) || !writes_as_rehearsed(*op, given))
+    return false;
+  seen->done = true;
+  seen->random = random;
+  for (const int read : op->holds)
+    seen->holds.push_back(acquire(op->reads[static_cast<std::size_t>(read)]));
+  return true;
+}
+
+bool may_write(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given) {
+  Noted* seen = nullptr;
+  const Op* const op = op_of(form, number, &seen);
+  if (op == nullptr || op->writes.empty() || !op->holds.empty() || !reads_as_rehearsed(*op, given))
+    return false;
+  seen->ready = true;
+  return true;
 }
 
 bool about_to_write(const c10::StorageImpl* storage) {

@@ -37,6 +37,10 @@ bool is_on();
 bool note(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given,
           const c10::IValue* results, std::size_t count, const at::Tensor& random);
 
+// An op that changes what it is given is about to run: whether it reads what it read then. It is noted
+// after it has run, as others are.
+bool may_write(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given);
+
 // Somebody is about to write there. False: Python has raised.
 bool about_to_write(const c10::StorageImpl* storage);
 

@@ -67,7 +67,7 @@ def check(build: Build, expected: Run, share: float) -> Dynamic:
     return dynamic_of(made[0])
 
 
-TAPED = {"mlp": 0.5, "gpt": 0.5, "bert": 0.7, "unet": 0.7, "accumulation": 0.7}
+TAPED = {"mlp": 0.5, "gpt": 0.5, "bert": 0.7, "unet": 0.7, "resnet": 0.5, "accumulation": 0.7}
 
 
 @pytest.mark.parametrize(("name", "share"), TAPED.items())
@@ -149,6 +149,27 @@ class Row(nn.Module):
         return x
 
 
+class Normed(Row):
+    """With norms, whose statistics move along, and sums and activations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(8))
+        self.in_place, self.turned = True, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            self.at("forward", i, x)
+            one, other = norm(layer(x)), x * 0.5
+            if self.turned:
+                one, other = other, one
+            one -= other
+            x = torch.relu_(one) if self.in_place else torch.relu(one)
+            self.at("made", i, x)
+            x.register_hook(lambda grad, i=i: self.at("backward", i, grad))
+        return x
+
+
 class Trained:
     """It, in a loop of its own."""
 
@@ -171,16 +192,20 @@ class Trained:
         return loss.detach()
 
     def bits(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()] + self.kept
+        state = (*self.model.parameters(), *self.model.buffers())
+        return [one.detach().clone() for one in state] + self.kept
 
 
 Meddle = Callable[[Trained, Dynamic | None], None]
 
 
-def trained(meddle: Meddle, *, fitted: bool) -> tuple[list[torch.Tensor], Dynamic | None]:
+def trained(
+    meddle: Meddle, model: type[Row], *, fitted: bool
+) -> tuple[list[torch.Tensor], Dynamic | None]:
     """Steps by a tape, a few with `meddle`, and some more."""
-    row = Trained()
-    around = lowtide.fit(row.model, row.optimizer, budget=0.7) if fitted else nullcontext()
+    row = Trained(model())
+    share = 0.7 if model is Row else 0.5
+    around = lowtide.fit(row.model, row.optimizer, budget=share) if fitted else nullcontext()
     with around as tide:
         dynamic = None
         for _ in range(STEPS):
@@ -195,18 +220,21 @@ def trained(meddle: Meddle, *, fitted: bool) -> tuple[list[torch.Tensor], Dynami
     return row.bits(), dynamic
 
 
-def both_ways(meddle: Meddle) -> Dynamic:
+def both_ways(meddle: Meddle, model: type[Row] = Row) -> Dynamic:
     """The same bits as without lowtide."""
-    ours, dynamic = trained(meddle, fitted=True)
-    expected, _ = trained(meddle, fitted=False)
+    ours, dynamic = trained(meddle, model, fitted=True)
+    expected, _ = trained(meddle, model, fitted=False)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     assert dynamic is not None
     return dynamic
 
 
 @pytest.mark.parametrize("layer", [2, 7])
-@pytest.mark.parametrize("how", ["forward", "backward"])
-def test_python_can_go_on_from_any_moment(slow: None, how: str, layer: int) -> None:
+@pytest.mark.parametrize("how", ["forward", "made", "backward"])
+@pytest.mark.parametrize("model", [Row, Normed])
+def test_python_can_go_on_from_any_moment(
+    slow: None, model: type[Row], how: str, layer: int
+) -> None:
     handed: list[int] = []
     before: list[int] = []  # steps by the tape
 
@@ -226,13 +254,16 @@ def test_python_can_go_on_from_any_moment(slow: None, how: str, layer: int) -> N
         if dynamic is not None:
             assert dynamic.planned is not None and dynamic.planned.modes[-1] is Mode.PLANNED
 
-    dynamic = both_ways(meddle)
+    dynamic = both_ways(meddle, model)
     assert len(handed) == 1 and (handed[0] or (how, layer) != ("forward", 7))
     assert not dynamic.ledger.away
     assert dynamic.tapes.steps == before[0] + 2  # the next steps went by it again
 
 
-def test_memory_that_is_short_meanwhile_is_had_from_what_is_left(slow: None) -> None:
+@pytest.mark.parametrize("model", [Row, Normed])
+def test_memory_that_is_short_meanwhile_is_had_from_what_is_left(
+    slow: None, model: type[Row]
+) -> None:
     def meddle(row: Trained, dynamic: Dynamic | None) -> None:
         loss = row.loss()
         if dynamic is not None:
@@ -244,7 +275,81 @@ def test_memory_that_is_short_meanwhile_is_had_from_what_is_left(slow: None) -> 
         row.optimizer.step()
         row.optimizer.zero_grad()
 
-    both_ways(meddle)
+    both_ways(meddle, model)
+
+
+def test_what_is_made_in_place_is_made_so_again(slow: None) -> None:
+    """Norms and activations run again, without moving statistics along once more."""
+
+    def meddle(row: Trained, dynamic: Dynamic | None) -> None:
+        row.step()
+        if dynamic is not None:
+            tape = dynamic.tapes._put
+            assert tape is not None
+            assert sum(bool(op.writes) for op in tape.ops) > 2
+            assert sum(-1 in op.reads for op in tape.ops) > 2
+
+    both_ways(meddle, Normed)
+
+
+@pytest.mark.parametrize("layer", [1, 4, 7])
+def test_a_write_past_versions_to_what_was_made_in_place_is_seen(slow: None, layer: int) -> None:
+    def meddle(row: Trained, dynamic: Dynamic | None) -> None:
+        def at(how: str, i: int, x: torch.Tensor) -> None:
+            if (how, i) == ("made", layer):
+                x.data.add_(0.25)
+
+        row.model.at = at
+        row.step()
+
+    both_ways(meddle, Normed)
+
+
+def test_what_is_not_in_place_for_once_is_seen(slow: None) -> None:
+    def meddle(row: Trained, dynamic: Dynamic | None) -> None:
+        assert isinstance(row.model, Normed)
+        before = 0 if dynamic is None else dynamic.tapes.steps
+        row.model.in_place = False
+        row.step()
+        row.model.in_place = True
+        assert dynamic is None or dynamic.tapes.steps == before
+
+    both_ways(meddle, Normed)
+
+
+def test_other_values_that_are_written_to_are_seen(slow: None) -> None:
+    """By the same op, and what is written to is another one: nothing else tells."""
+
+    def meddle(row: Trained, dynamic: Dynamic | None) -> None:
+        assert isinstance(row.model, Normed)
+        before = 0 if dynamic is None else dynamic.tapes.steps
+        row.model.turned = True
+        row.step()
+        row.model.turned = False
+        assert dynamic is None or dynamic.tapes.steps == before
+
+    both_ways(meddle, Normed)
+
+
+def test_statistics_that_are_read_for_once_are_what_they_are(slow: None) -> None:
+    """In a step that does not move them along, they are sources like others."""
+
+    def meddle(row: Trained, dynamic: Dynamic | None) -> None:
+        row.model.eval()
+        loss = row.loss()
+        norm = row.model.get_submodule("norms.3")
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
+        norm.running_mean.data.add_(0.5)  # what was made from it is to stay as it was
+        loss.backward()
+        row.optimizer.step()
+        row.optimizer.zero_grad()
+        row.model.train()
+        before = 0 if dynamic is None else dynamic.tapes.steps
+        for _ in range(6):
+            row.step()
+        assert dynamic is None or dynamic.tapes.steps > before + 1
+
+    both_ways(meddle, Normed)
 
 
 def test_other_values_in_the_same_places_are_seen(slow: None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide._runtime.delta.ledger import Ledger
-from lowtide._runtime.delta.recipe import Call, Look, Source, Value
+from lowtide._runtime.delta.recipe import NOBODY, Call, Look, Source, Value
 from lowtide._runtime.delta.results import is_worth
 
 _MOST = 8  # forms of ops with one number: steps of several kinds may take turns
@@ -25,7 +25,7 @@ class _Form:
     key: int
     cost: Hashable
     device: torch.device
-    looks: list[Look]
+    looks: list[tuple[Look, bool]]  # and whether the bytes are ignored
 
 
 class Forms:
@@ -38,11 +38,13 @@ class Forms:
 
     def keep(self, form: int, call: Call) -> None:
         """An op that looks like that is known from now on, by that id."""
+        if form in self._forms:
+            return
         kept = self._kept.setdefault(call.number, [])
         kept.append(form)
         if len(kept) > _MOST:  # nor does the gate know more
             self._forms.pop(kept.pop(0), None)
-        looks = [source.look() for source in call.sources]
+        looks = [(source.look(), source.ignored) for source in call.sources]
         self._forms[form] = _Form(
             call.func, call.args, call.kwargs, call.key, call.cost, call.device, looks
         )
@@ -58,7 +60,11 @@ class Forms:
         if id_ not in self._forms:
             return None
         known, value_of = self._ledger.values, self._ledger.value_of
-        values = [known.get(storage._cdata) or value_of(storage) for storage in read]
+        looks = self._forms[id_].looks
+        values = [
+            NOBODY if ignored else known.get(storage._cdata) or value_of(storage)
+            for storage, (_, ignored) in zip(read, looks, strict=True)
+        ]
         if random is not None and random.device == self._ledger.device:
             self._ledger.see(random.untyped_storage())
         return self.call_on(id_, number, values, random)
@@ -72,7 +78,10 @@ class Forms:
             form.func,
             form.args,
             form.kwargs,
-            [Source(value, *look) for value, look in zip(values, form.looks, strict=True)],
+            [
+                Source(v, *look, ignored)
+                for v, (look, ignored) in zip(values, form.looks, strict=True)
+            ],
             form.key,
             form.cost,
             random,

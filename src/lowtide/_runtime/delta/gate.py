@@ -90,6 +90,10 @@ class Gate:
         """
         return int(self._library.lowtide_gate_keep(number))
 
+    def known(self, number: int) -> int:
+        """The id of the form of the op that the mode sees, by that number; 0: it has none yet."""
+        return int(self._library.lowtide_gate_known(number)) if self.is_open else 0
+
     def watch(self, tables: tuple[dict[int, Any], dict[int, Any]] | None) -> None:
         """Of ops that write, only those are seen that write to a storage in one of these.
 
@@ -143,6 +147,8 @@ def _load(path: Path) -> Gate:
     library.lowtide_gate_record_by.argtypes = [ctypes.c_void_p]
     library.lowtide_gate_keep.argtypes = [ctypes.c_int64]
     library.lowtide_gate_keep.restype = ctypes.c_int64
+    library.lowtide_gate_known.argtypes = [ctypes.c_int64]
+    library.lowtide_gate_known.restype = ctypes.c_int64
     for done in ("watch", "write_down", "close", "leave", "record_by", "forget", "let_write"):
         getattr(library, f"lowtide_gate_{done}").restype = None
     library.lowtide_gate_know.argtypes = [

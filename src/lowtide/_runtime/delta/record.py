@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.randomness import generator_of
-from lowtide._runtime.delta.recipe import GIVEN, Call, Source
+from lowtide._runtime.delta.recipe import GIVEN, NOBODY, Call, Source
 from lowtide._trace.schema import OpFacts, op_facts, statistics_tensors, written_tensors
 from lowtide._trace.tensors import has_storage
 
@@ -230,9 +230,9 @@ class _Reading:
             or tensor.is_neg()
         ):
             raise _CannotRepeat
-        value = self._ledger.value_of(tensor.untyped_storage())
-        dtype, size, stride = tensor.dtype, tensor.shape, tensor.stride()
         ignored = bool(self.ignored) and id(tensor) in self.ignored
+        value = NOBODY if ignored else self._ledger.value_of(tensor.untyped_storage())
+        dtype, size, stride = tensor.dtype, tensor.shape, tensor.stride()
         source = Source(value, dtype, size, stride, int(tensor.storage_offset()), ignored)
         self.sources.append(source)
         self.shapes += (dtype, size, stride)

@@ -3,6 +3,7 @@
 `native/gate/tape.h` says what is done with it.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,9 @@ class TapedOp:
 
     number: int  # in the step
     form: int
-    reads: tuple[int, ...]
+    reads: tuple[int, ...]  # -1: what does not matter to what it makes
     makes: tuple[tuple[int, int], ...]  # a place among the results, and the value
+    writes: tuple[tuple[int, int], ...]  # a place among what it reads, and the value there then
     holds: tuple[int, ...]  # of what it reads, what a plan holds from then on
 
 
@@ -76,6 +78,7 @@ class _Done:
     calls: Sequence[Call] = ()
     seconds: float = 0.0
     made: Sequence[tuple[int, Value, bool]] = ()  # by its place, and whether it was dropped
+    written: Sequence[tuple[int, Value, bool]] = ()
     group: Group | None = None
     kernel: Kernel | None = None
     place: tuple[int, int] = (0, 0)
@@ -148,17 +151,20 @@ class Rehearsal:
         """What is at hand for a while, is so from here on."""
         self._turn += 1
 
-    def ran(self, call: Call, made: Iterable[tuple[int, Value | None]]) -> None:
+    def ran(
+        self,
+        call: Call,
+        made: Iterable[tuple[int, Value | None]],
+        written: Iterable[tuple[int, Value | None]],
+    ) -> None:
         """An op has run again. Before what it has made is kept."""
-        if call.writes or any(source.ignored for source in call.sources):
-            self.refuse(f"{call.func} writes")
-            return
         self._add(
             _Done(
                 Do.RUN,
                 calls=(call,),
                 seconds=self._costs.seconds(call.cost),
                 made=_wanted(made),
+                written=_wanted(written),
             )
         )
 
@@ -207,7 +213,7 @@ class _Writer:
     def tape(self, recorded: Collection[int]) -> Tape:
         """All of it."""
         ops = self._ops(recorded)
-        made = {value for op in ops for _, value in op.makes}
+        made = {value for op in ops for _, value in (*op.makes, *op.writes)}
         saves = {
             number: self._values[id(cell.value)]
             for number, cell in self._seen.cells.items()
@@ -221,9 +227,9 @@ class _Writer:
         sizes = tuple(value.bytes for value in self._known)
         words = [*_listed(sizes), len(ops)]
         for op in ops:
-            words += [op.number, op.form, *_listed(op.reads), len(op.makes)]
-            for place, value in op.makes:
-                words += [place, value, 0]
+            words += [op.number, op.form, *_listed(op.reads)]
+            for row in (op.makes, op.writes):
+                words += [len(row), *(word for place, value in row for word in (place, value, 0))]
             words += _listed(op.holds)
         words.append(len(saves))
         for number, value in saves.items():
@@ -252,14 +258,19 @@ class _Writer:
             held[number].append(place)
         ops = []
         for form, call in self._seen.notes:
-            reads = tuple(self._id(source.value) for source in call.sources)
-            known = [(place, ref()) for place, ref in call.makes]
-            makes = tuple((place, self._id(value)) for place, value in known if value is not None)
+            reads = tuple(-1 if one.ignored else self._id(one.value) for one in call.sources)
+            makes, writes = self._placed(call.makes), self._placed(call.writes)
             holds = tuple(sorted(held.get(call.number, ())))
-            ops.append(TapedOp(call.number, form, reads, makes, holds))
+            ops.append(TapedOp(call.number, form, reads, makes, writes, holds))
         if sorted(op.number for op in ops) != sorted(recorded):
             raise CannotTape("not every op that is written down was known by its form")
         return tuple(ops)
+
+    def _placed(
+        self, them: Iterable[tuple[int, "weakref.ref[Value]"]]
+    ) -> tuple[tuple[int, int], ...]:
+        known = [(place, ref()) for place, ref in them]
+        return tuple((place, self._id(value)) for place, value in known if value is not None)
 
     def _written(
         self, one: _Done, frees: Sequence[Value], places: Mapping[int, int]
@@ -276,14 +287,15 @@ class _Writer:
             number = self._lends(value)
             if number is not None:
                 brought.append([int(Do.BRING), number])
-        made: list[int] = []
-        for place, value, was_dropped in one.made:
-            if was_dropped and self._lends(value) is not None:
-                raise CannotTape("a value is both dropped and swapped")
-            itemsize = 0 if one.group is None else one.group.parts[place].dtype.itemsize
-            made += [itemsize or place, self._known_id(value), was_dropped]
-        gone = [self._known_id(value) for value in frees]
-        tail = [len(one.calls), len(one.made), *made, *_listed(gone)]
+        tail = [len(one.calls)]
+        for rows in (one.made, one.written):
+            tail.append(len(rows))
+            for place, value, was_dropped in rows:
+                if was_dropped and self._lends(value) is not None:
+                    raise CannotTape("a value is both dropped and swapped")
+                itemsize = 0 if one.group is None else one.group.parts[place].dtype.itemsize
+                tail += [itemsize or place, self._known_id(value), was_dropped]
+        tail += _listed([self._known_id(value) for value in frees])
         if one.group is None:
             return [*brought, [Do.RUN, places[one.calls[0].number], *tail]]
         inputs: list[int] = []
@@ -332,7 +344,7 @@ def _read(one: _Done) -> list[Value]:
     """Values that it reads, but for those that it makes itself on the way."""
     if one.group is not None:
         return [source.value for source, _ in one.group.inputs]
-    return [source.value for call in one.calls for source in call.sources]
+    return [source.value for call in one.calls for source in call.sources if not source.ignored]
 
 
 def _listed(numbers: Sequence[int]) -> list[int]:
@@ -345,17 +357,19 @@ def _timely(done: Sequence[_Done]) -> list[tuple[_Done, list[Value]]]:
     last: dict[tuple[int, int], int] = {}  # the turn and the value -> where it is still read
     for i in range(len(done) - 1, -1, -1):
         one = done[i]
-        used = []
-        for made in one.made:
-            _, value, was_dropped = made
-            reader = last.pop((one.turn, id(value)), None)
-            if reader is not None and not was_dropped:
-                frees[reader].append(value)
-            if reader is not None or was_dropped:
-                used.append(made)
-            elif one.group is not None:
-                raise CannotTape("a kernel makes what nobody uses")
-        one.made = used
+        used: list[list[tuple[int, Value, bool]]] = []
+        for rows in (one.made, one.written):
+            used.append([])
+            for made in rows:
+                _, value, was_dropped = made
+                reader = last.pop((one.turn, id(value)), None)
+                if reader is not None and not was_dropped:
+                    frees[reader].append(value)
+                if reader is not None or was_dropped:
+                    used[-1].append(made)
+                elif one.group is not None:
+                    raise CannotTape("a kernel makes what nobody uses")
+        one.made, one.written = used
         for value in _read(one):
             last.setdefault((one.turn, id(value)), i)
     return list(zip(done, frees, strict=True))

@@ -303,6 +303,7 @@ class Replayer:
         for at, _ in call.writes:  # it is not to write where others read
             value = call.sources[at].value
             if going.uses[id(value)] > 1 or id(value) not in going.mine:
+                self.log.refuse(f"{call.func} writes to a copy")
                 copy = self._room.run(given[at].untyped_storage().clone, value.bytes)
                 self._ledger.see(copy)
                 given[at] = call.sources[at].seen_on(copy)
@@ -313,7 +314,9 @@ class Replayer:
         found += [(given[at], known()) for at, known in call.writes]
         going.uses.update(then)  # they are none by now
         if self.log.on:
-            self.log.ran(call, [(at, known()) for at, known in call.makes])
+            self.log.ran(
+                call, *([(at, known()) for at, known in of] for of in (call.makes, call.writes))
+            )
         for tensor, remade in found:
             self._keep(tensor, remade, going)
 

@@ -157,13 +157,16 @@ class Seer:
         if number < 0:
             return None
         self.not_as_it_was()
-        if self.log.on:
+        known = 0 if self._gate is None else self._gate.known(number)
+        if self.log.on and not known:
             self.log.refuse(f"{func} is not known by its form")
         call = self._captor.capture(func, what, args, kwargs)
         if call is not None:
             call.number = self._captured = number
             if number in self.holds.wanted:
                 self.holds.hold(call)
+            if self.log.on and known:
+                self.log.noted(known, call)
         return call
 
     def _note(
@@ -217,7 +220,7 @@ class Seer:
             self._in_op = time.perf_counter() - began
         if call is not None:
             self._results.put_down(result, written, None, call, None)
-            can = self._gate is not None and (what.plain or what.draws)
+            can = what.plain or what.draws or what.only_moves_statistics or what.only_writes
             form = self._gate.keep(number) if can and self._gate is not None else 0
             if form:
                 self.forms.keep(form, call)

@@ -18,7 +18,7 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.native_tape import NativeTape
 from lowtide._runtime.delta.order import Gone
-from lowtide._runtime.delta.recipe import Value, seen_on
+from lowtide._runtime.delta.recipe import NOBODY, Value, seen_on
 from lowtide._runtime.delta.rehearsal import CannotTape, Tape
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.delta.room import Room
@@ -280,17 +280,18 @@ class Tapes:
         for place, op in enumerate(tape.ops):
             if not native.is_noted(place):
                 continue
-            read = [known(value) for value in op.reads]
+            read = [NOBODY if value < 0 else known(value) for value in op.reads]
             call = self._forms.call_on(op.form, op.number, read, native.random(place))
             self._room.calls[op.number] = call
-            for result, which in op.makes:
+            results = [(call.makes, *one) for one in op.makes]
+            for rows, result, which in [*results, *((call.writes, *one) for one in op.writes)]:
                 storage = storages[which]
                 if storage is None or native.is_spoilt(which):
                     value = Value.lost(tape.bytes[which], call)
                 else:
                     value = self._ledger.made(storage, call, tape.bytes[which])
                 found[which] = value
-                call.makes.append((result, weakref.ref(value)))
+                rows.append((result, weakref.ref(value)))
             for i, source in enumerate(op.holds):
                 held = storages[op.reads[source]]
                 if native.holds(place, i) and held is not None:
