@@ -135,7 +135,7 @@ def train(monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict]) -> tuple[Any
             if planned.following.scripts and planned.following.scripts[0] not in scripts[-1:]:
                 scripts.append(planned.following.scripts[0])
         assert tide._budgeted is not None and tide._budgeted._dynamic is not None
-        peaks = tide._budgeted._dynamic.peaks
+        peaks = tide._budgeted._dynamic.watching.peaks
     result = bits_of([*losses, *state_of(job), torch.get_rng_state()])
     assert find_difference(result, expected.result) is None
     assert max(peaks) <= budget * (1 + TOLERANCE)

@@ -65,7 +65,7 @@ def test_the_peak_is_what_was_planned(
         for _ in range(STEPS):
             job.step()
         assert tide._budgeted is not None and tide._budgeted._dynamic is not None
-        peaks = list(tide._budgeted._dynamic.peaks)
+        peaks = list(tide._budgeted._dynamic.watching.peaks)
         [script] = planned_of(tide).following.scripts
     assert len(set(peaks[4:])) == 1
     assert peaks[4] <= peaks[3]  # generators' states that are not written down take nothing

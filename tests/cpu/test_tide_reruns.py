@@ -88,7 +88,7 @@ def check(make: Callable[[], Job], share: float) -> Script:
     assert sum(isinstance(one, Rerun) for one in remakes) == calls > 5
     assert 0 < counts["dropped"] <= sum(isinstance(one, Drop) for one in remakes)
     assert not counts["swapped"] and not counts["remade"]  # nothing goes or comes unplanned
-    assert dynamic.peaks[-1] <= script.plan.peak_bytes * (1 + ROUNDING)
+    assert dynamic.watching.peaks[-1] <= script.plan.peak_bytes * (1 + ROUNDING)
     return script
 
 

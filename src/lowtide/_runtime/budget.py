@@ -159,9 +159,9 @@ class Budgeted:
         if self._dynamic is not None:
             with self._saved:
                 self._dynamic.mark()
-            if self._bytes is None and self._dynamic.has_trained:
-                plain = self._dynamic.plain_peak
-                self._bytes = parse_bytes(str(self._budget), plain)
+            watching = self._dynamic.watching
+            if self._bytes is None and watching.has_trained:
+                self._bytes = parse_bytes(str(self._budget), watching.plain_peak)
                 self._dynamic.set_budget(self._bytes)
             return
         with self._saved:
@@ -205,7 +205,7 @@ class Budgeted:
         scripts = self._driver.following.scripts
         if dynamic is not None and dynamic.planned is not None:
             scripts = dynamic.planned.following.scripts
-            peak = dynamic.peaks[-1] if dynamic.peaks else 0
+            peak = dynamic.watching.peaks[-1] if dynamic.watching.peaks else 0
         script = max(scripts, key=lambda script: len(script.seconds), default=None)
         if script is None:
             raise BadInput("no step was planned yet: a report needs a few steps by policy tide")
@@ -324,15 +324,11 @@ class Budgeted:
         return held > stays + share * (self._bytes - stays)
 
     def shrink(self, less: int, slower: float = inf) -> bool:
-        """Hold so much less in the steps to come. False: that cannot be, or was tried enough.
-
-        Nor is it done if steps then took more than `slower` times as long.
-        """
+        """Hold so much less, and take at most `slower` times as long. False: that cannot be."""
         if self._dynamic is None:
             with self._saved:
                 return self._budget != FREE and self._driver.shrink(less, slower)
-        planned = None if self._dynamic is None else self._dynamic.planned
-        return planned is not None and planned.shrink(less, slower)
+        return self._dynamic.planned is not None and self._dynamic.planned.shrink(less, slower)
 
     def take_planned_anew(self) -> bool:
         """Whether the last step has shown that the next ones have to hold less. Told once."""

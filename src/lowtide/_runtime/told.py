@@ -22,8 +22,8 @@ def summarize(dynamic: Dynamic, policy: str, budget_bytes: int | None) -> DeltaS
         seconds=0.0 if script is None else median(script.seconds or (0.0,)),
         budget_bytes=budget_bytes,
         steps=dynamic.steps,
-        peak_bytes=max(dynamic.peaks, default=0),
-        plain_peak_bytes=dynamic.plain_peak,
+        peak_bytes=max(dynamic.watching.peaks, default=0),
+        plain_peak_bytes=dynamic.watching.plain_peak,
         dropped=counts["dropped"],
         dropped_bytes=counts["dropped bytes"],
         swapped=counts["swapped"],
@@ -52,7 +52,7 @@ def tell_status(driver: Driver, dynamic: Dynamic | None, budget_bytes: int | Non
         planned = dynamic.planned
         script = None if planned is None else planned.following.script
         mode = str(planned.modes[-1]) if planned is not None and planned.modes else "dynamic"
-        step, peak = dynamic.steps, dynamic.peaks[-1] if dynamic.peaks else 0
+        step, peak = dynamic.steps, dynamic.watching.peaks[-1] if dynamic.watching.peaks else 0
     by_plan = script is not None and mode == PlannedMode.PLANNED and len(script.seconds) > 0
     return render_status(
         step=step,

@@ -1,6 +1,5 @@
 """Training under a budget with no plan: every op is seen, and room is made before it runs."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -28,14 +27,12 @@ from lowtide._runtime.delta.tally import Tally
 from lowtide._runtime.delta.tapes import Tapes
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
+from lowtide._runtime.delta.watching import Watching
 from lowtide._runtime.fused.groups import Fuser
 from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.quiet import is_calm, is_capturing, is_free
 from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier
-
-_MOST_STEPS = 1000
-_NEARLY = 0.97  # of the budget: a step that is known, and is planned to hold no more
 
 
 class Dynamic:
@@ -85,14 +82,12 @@ class Dynamic:
             self.room.spare = planned.holds.let_all_go
         self._mode: SeeingMode | None = None
         self._tally = Tally()
-        self._was_lax = False  # at some time in this step
         self._at_step: int | None = None  # the next op's number when one stepped, without closure
         self._unseen = Unseen(self.ledger, self.room, self.seer)
         self._plain = Plain(self.room, self._tally, planned, saves)
         self._garbage = Garbage()
-        self.has_trained = False
-        self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
-        self.plain_peak = self.steps = 0
+        self.watching = Watching(self.room, self.ledger, self.cap, self._tally, planned)
+        self.steps = 0
 
     # Its life.
 
@@ -162,9 +157,10 @@ class Dynamic:
         self._costs.collect()
         self.steps += 1
         if self._mode is None:
-            self._look_again()
-        else:
-            self._look()
+            if self.watching.was_another():
+                self._watch_again()
+        elif self.watching.is_needless():
+            self._pop()
         if self.planned is not None:
             self.planned.begin(self._tally.saves, watched=self._mode is not None)
         self._tally.begin()
@@ -222,7 +218,8 @@ class Dynamic:
             self._plain.halt()
             self.tapes.hand_over()
         was, self.room.lax = self.room.lax, ops is not None and self.cap.holds
-        self._was_lax = self._was_lax or self.room.lax
+        if self.room.lax:
+            self.watching.goes_lax()
         self.seer.tend_gate(self._mode)
         if was and not self.room.lax and self._mode is not None:
             self.ledger.admit_more()
@@ -237,46 +234,6 @@ class Dynamic:
         self._mode = SeeingMode(self.seer.see)
         self._mode.begin()
         self.seer.tend_gate(self._mode)
-
-    def _look(self) -> None:
-        """A step that was watched: is that worth its while?"""
-        ledger, budget = self.ledger, self.room.budget
-        was_lax, self._was_lax = self._was_lax, False
-        if was_lax:  # nobody has counted all of it: it was a step like those before
-            self.peaks.append(self._tally.known_peak)
-            if self._has_nothing_to_do():
-                self._pop()
-            return
-        self.plain_peak = max(self.plain_peak, ledger.plain_peak)
-        if budget is not None:  # a share is not known in the first step
-            self.peaks.append(ledger.peak)
-        if not self._tally.saves:
-            return  # an evaluation
-        self.has_trained = True
-        loose = self._tally.watched(ledger, budget)
-        if budget is not None and (self.planned is None or not self.planned.following.scripts):
-            self.room.margin = self.cap.margin(budget)  # a plan was made for the one there was
-        if (loose and is_calm()) or self._has_nothing_to_do():
-            self._pop()
-
-    def _has_nothing_to_do(self) -> bool:
-        """Whether steps go by a plan that moves nothing, with a little of the budget left over.
-
-        That is for a step that turns out larger: what it saves beyond the known is made up for.
-        """
-        planned, budget = self.planned, self.room.budget
-        if planned is None or budget is None or not planned.keeps_all():
-            return False
-        if self.ledger.away or self._tally.in_pieces or not is_calm():
-            return False
-        known = max(self._tally.known_peak, self.plain_peak)
-        return self.cap.reserved() <= budget and known <= _NEARLY * budget
-
-    def _look_again(self) -> None:
-        """A step that was not watched: if it was another one than those before, the next is."""
-        self.peaks.append(self._tally.known_peak)
-        if self._tally.is_another():
-            self._watch_again()
 
     def _watch_again(self) -> None:
         """What happens from now on, if that can be."""
@@ -319,7 +276,7 @@ class Dynamic:
         if cell is not None and cell.handles == 1:
             self._tally.add_storage(cell.bytes)
             if self._mode is None:
-                self._guess()
+                self.watching.guess()
             elif value is not None and value.call is not None:
                 self.trust.consider(value, number)
         if planned is not None and self._mode is not None:
@@ -328,14 +285,6 @@ class Dynamic:
             if value is not None and self.trust.reliable(value) is not None:
                 observer.can_drop(number)
             observer.end_own()
-
-    def _guess(self) -> None:
-        """Ops are not seen: a step that saves more than was known holds more, too."""
-        more = self._tally.more()
-        if more > 0 and self.room.budget is not None:
-            self.ledger.held = self._tally.known_peak + more - self.ledger.away
-            with suppress(OutOfBudget):  # it was only a guess
-                self.room.make(0)
 
     def unpacking(self, handle: Handle) -> None:
         """Backward asks for one: what it is going to ask for next may already come back."""

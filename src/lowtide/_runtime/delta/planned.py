@@ -127,10 +127,7 @@ class Planned:
             self._failed(error)
 
     def shrink(self, less: int, slower: float) -> bool:
-        """Plan anew, so that steps hold so much less. False: that was done, or cannot be.
-
-        Nor is it done if they took more than `slower` times as long.
-        """
+        """Plan anew, so that steps hold so much less: see `Replans`. False: that cannot be."""
         return self.replans.shrink(self._ended, less, slower)
 
     def _exchanged(self, new: Script) -> None:

@@ -380,10 +380,7 @@ class Driver:
         self._below.prepare(tier, self.following.scripts, new)
 
     def shrink(self, less: int, slower: float) -> bool:
-        """Plan steps like the last anew, to hold so much less. False: was done, or cannot be.
-
-        Nor if they took more than `slower` times as long.
-        """
+        """Plan steps like the last anew: see `lowered`. False: was done, or cannot be."""
         old = self.following.ended
         new = None if old is None else lowered(old, less, slower, self._make_plan)
         if old is None or new is None:
