@@ -87,6 +87,7 @@ class Dynamic:
         self._plain = Plain(self.room, self._tally, planned, saves)
         self._garbage = Garbage()
         self.watching = Watching(self.room, self.ledger, self.cap, self._tally, planned)
+        self._woken = False  # in the midst of this step
         self.steps = 0
 
     # Its life.
@@ -170,6 +171,10 @@ class Dynamic:
             self.ledger.count_unseen()
         self.ledger.begin_step()
         self.seer.begin_step()
+        if self._woken:
+            self._woken, self.seer.recorded = False, None
+            if self._mode is not None:
+                self.set_budget(self.room.budget)
         if self._mode is not None:
             self.idle.mark(by_plan=self.planned is not None and self.planned.mode is Mode.PLANNED)
             if self.planned is not None:
@@ -242,14 +247,21 @@ class Dynamic:
             self._push()
             self.set_budget(self.room.budget)
 
-    def _wake(self) -> None:
-        """A step that nobody watches is another one than those before: who knows what it makes."""
-        if not is_capturing():  # nothing may be given back then
-            self._watch_again()
-        if self._mode is not None:
-            self.ledger.begin_step()
-            with suppress(OutOfBudget):  # what an op makes that is about to run is asked for then
-                self.room.make(0)
+    def _wake(self, count: int) -> None:
+        """A step that nobody watches is another one than those before: who knows what it makes.
+
+        Nobody sees the op that saves just now, but its insides. So the allocator is held to the
+        budget from the next step on, and of this one nothing is written down: values are swapped.
+        """
+        if not is_free() or is_capturing():  # nothing may be given back then
+            return
+        self.room.adopt()  # what is kept natively is not found by looking at objects
+        self._tally.watch_again()
+        self._push()
+        self._woken, self.seer.recorded = True, frozenset()
+        self.ledger.begin_step()
+        with suppress(OutOfBudget):
+            self.room.make(count)
 
     # What the hooks tell.
 
@@ -270,7 +282,7 @@ class Dynamic:
             observer.begin_own(anew=True)  # whatever has become of the last one
         number = self._tally.save(handle.bytes)
         if self._mode is None and not self._unseen.now and not self._tally.is_known(number):
-            self._wake()
+            self._wake(handle.bytes)
         cell = handle.cell
         value = cell.value if isinstance(cell, DeltaCell) else None
         if cell is not None and cell.handles == 1:

@@ -40,9 +40,11 @@ class Replans:
         """
         if old is None or old not in self._following.scripts or old.replans >= _MOST_REPLANS:
             return False
-        old.replans += 1
         new = self._made_anew(old, old.plan.peak_bytes - less, None)
-        if new is None or new.plan.seconds > slower * old.plan.seconds:
+        if new is not None and new.plan.seconds > slower * old.plan.seconds:
+            return False  # it may be asked for less
+        old.replans += 1
+        if new is None:
             return False
         new.replans, new.rounds = old.replans, old.rounds
         self._exchange(old, new)
