@@ -148,6 +148,28 @@ def test_nobody_watches_steps_of_which_nothing_is_to_be_moved(
     assert planned_of(made[0]).modes[-1] is not Mode.LOOSE
 
 
+def test_a_step_that_turns_out_longer_late_is_within_the_budget(judged: None) -> None:
+    """What it has saved before is kept natively, and counts."""
+
+    def several(counts: list[int]) -> Job:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(6)])
+        rows, left = torch.randn(512, 96), iter(counts)
+        return job_of(
+            model, lambda: sum((model(rows).square().mean() for _ in range(next(left))), rows.sum())
+        )
+
+    counts = [3] * 12 + [5] * 2
+    expected = run(partial(several, counts), len(counts))
+    budget = int(1.15 * expected.peaks[5])
+    assert expected.peaks[-1] > 1.1 * budget
+    with entered() as made:
+        ours = run(partial(several, counts), len(counts), budget, policy="tide")
+    assert find_difference(ours.result, expected.result) is None
+    assert planned_of(made[0]).steps[Mode.LOOSE] >= 3
+    assert max(ours.peaks) <= budget * (1 + TOLERANCE), (ours.peaks, budget)
+
+
 @pytest.mark.parametrize(("share", "loose"), [(1.06, True), (1.02, False)])
 def test_a_little_has_to_be_left_over_for_that(judged: None, share: float, loose: bool) -> None:
     rows = [512] * 8
