@@ -230,11 +230,8 @@ class Gate final : public PyInterpreterVTable {
                      const at::Tensor& random) {
     const std::int64_t number = next_number.load(std::memory_order_relaxed);
     const c10::IValue* const first = stack->data() + (stack->size() - count);
-    const std::shared_ptr<const Form> form = form_of(op, number, first, count);
-    if (form == nullptr) {
-      offer = {number, Form::of(op, first, count)};
-      return false;
-    }
+    const std::shared_ptr<const Form> form = form_or_offer(op, number, first, count);
+    if (form == nullptr) return false;
     const std::vector<c10::IValue> given(first, first + count);
     if (!run(op, stack, count, random.defined() ? kRandom : kPlain)) return false;
     tell(*form, number, given, *stack, op.schema().returns().size(), random);
@@ -247,11 +244,8 @@ class Gate final : public PyInterpreterVTable {
                            std::size_t count, std::uint64_t writes) {
     const std::int64_t number = next_number.load(std::memory_order_relaxed);
     const c10::IValue* const first = stack->data() + (stack->size() - count);
-    const std::shared_ptr<const Form> form = form_of(op, number, first, count);
-    if (form == nullptr) {
-      offer = {number, Form::of(op, first, count)};
-      return false;
-    }
+    const std::shared_ptr<const Form> form = form_or_offer(op, number, first, count);
+    if (form == nullptr) return false;
     offer = {number, std::nullopt, form->id};
     const std::vector<c10::IValue> given(first, first + count);
     {
@@ -262,6 +256,15 @@ class Gate final : public PyInterpreterVTable {
     if (!run(op, stack, count, kWriter)) return false;
     tell(*form, number, given, *stack, op.schema().returns().size(), {});
     return true;
+  }
+
+  // None, and Python may keep the one that it has: it is not known yet.
+  static std::shared_ptr<const Form> form_or_offer(const c10::OperatorHandle& op,
+                                                   std::int64_t number, const c10::IValue* given,
+                                                   std::size_t count) {
+    std::shared_ptr<const Form> form = form_of(op, number, given, count);
+    if (form == nullptr) offer = {number, Form::of(op, given, count)};
+    return form;
   }
 
   static std::shared_ptr<const Form> form_of(const c10::OperatorHandle& op, std::int64_t number,
