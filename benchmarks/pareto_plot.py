@@ -95,7 +95,8 @@ def draw(panel: Any, name: str, work: dict[str, Any]) -> None:
         )  # fmt: skip
     shown = [row for row in others.values() if "ratio" in row] + done
     panel.set_ylim(min(0.95, *(row["ratio"] for row in shown)) - 0.05, HIGHEST)
-    panel.set_xlim(0, 1.08 * ROOM * plain["reserved_bytes"] / GIB)
+    most = max(ROOM * plain["reserved_bytes"], *(row["reserved_bytes"] for row in shown))
+    panel.set_xlim(0, 1.08 * most / GIB)
     panel.locator_params(axis="x", integer=True)
     panel.grid(visible=True, alpha=0.2)
     panel.spines[["top", "right"]].set_visible(False)
@@ -113,7 +114,6 @@ def mark(
     )  # fmt: skip
     if row["ratio"] > HIGHEST:
         panel.annotate(
-            f"×{row['ratio']:.1f}", (at, HIGHEST), textcoords="offset points",
-            xytext=(-6 if colour == BLUE else 6, -2), ha="right" if colour == BLUE else "left",
-            fontsize=8, color=colour, va="top",
+            f"×{row['ratio']:.1f}", (at, HIGHEST), textcoords="offset points", xytext=(0, -7),
+            rotation=90, ha="center", va="top", fontsize=8, color=colour,
         )  # fmt: skip

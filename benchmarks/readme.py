@@ -95,7 +95,20 @@ def swap_table() -> str:
             else:
                 line += "| | | |"
             lines.append(line)
+    measured = [row for work in results["works"].values() for row in _rows_of(work)]
+    if commits := _commits(measured):
+        lines += ["", commits]
     return "\n".join(lines)
+
+
+def _rows_of(work: dict[str, Any]) -> list[dict[str, Any]]:
+    budgets = work.get("lowtide", {})
+    return [row for method, row in work.items() if method != "lowtide"] + [*budgets.values()]
+
+
+def _commits(rows: list[dict[str, Any]]) -> str:
+    commits = sorted({row["commit"] for row in rows if "commit" in row})
+    return f"Rows are of commits {', '.join(commits)}." if len(commits) > 1 else ""
 
 
 def delta_tables() -> str:
@@ -231,9 +244,7 @@ def pareto_tables() -> str:
     if other := [name for name, identical in same.items() if not identical]:
         notes.append(f"Losses differ from plain's ({', '.join(other)}).")
     machine = results["machine"]
-    commits = sorted({row["commit"] for row in rows if "commit" in row})
-    if len(commits) > 1:
-        notes.append(f"Rows are of commits {', '.join(commits)}.")
+    notes += [said] if (said := _commits(rows)) else []
     notes.append(f"({machine['gpu']}, torch {machine['torch']})")
     lines += ["", " ".join(notes)]
     if (RESULTS / "pareto.png").exists():

@@ -81,6 +81,7 @@ def main() -> None:
                 if not budgets and there:
                     continue
             for row in run(name, method, budgets, options.traces, also):
+                row["commit"] = results["machine"]["commit"]  # a file may have rows of several
                 show(name, method, row)
                 with lock:
                     work = results["works"].setdefault(name, {})

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-_WORKSPACES = 128 << 20  # of libraries, made when they are first used
+_WORKSPACES = 192 << 20  # of libraries, made when a stream first uses them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
