@@ -26,6 +26,11 @@ int32_t lowtide_pool_touch(lowtide_pool *pool, void *block, int32_t device, void
 
 void lowtide_pool_pause(lowtide_pool *pool, int32_t paused) { pool->pool.pause(paused != 0); }
 
+void lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
+                        int32_t (*sound)(void *context), void *context) {
+  pool->pool.set_guard({device, stream}, most, sound, context);
+}
+
 int32_t lowtide_pool_mark(lowtide_pool *pool, lowtide_pool_lane *lanes, int32_t room) {
   return pool->pool.mark(lanes, room);
 }

@@ -34,6 +34,7 @@ void Pool::set_mode(int32_t mode) {
 void Pool::stop() {
   Lock lock(mutex_);
   mode_.store(LOWTIDE_POOL_PASS, std::memory_order_relaxed);
+  guard_ = {};
   for (const auto &lane : lanes_) {
     lane->follower = {};
     lane->told = {};
@@ -119,11 +120,26 @@ lowtide_pool_stats &Pool::stats(int32_t device) {
 }
 
 void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
+  bool guarded = false;
+  void *const block = make(bytes, stream, receipt, &guarded);
+  if (!guarded || !block) return block;
+  Lock lock(mutex_);
+  const Guard told = guard_;
+  lock.unlock();
+  if (!told.on() || !told.sound(told.context)) return block;
+  lock.lock();
+  guard_ = {};
+  return block;
+}
+
+void *Pool::make(int64_t bytes, Stream stream, Receipt *receipt, bool *guarded) {
   const int64_t now = now_ns();
   Lock lock(mutex_);
   if (!waiting_.empty()) sweep(lock);
   const int32_t number = lane_of(stream);
   Lane &lane = *lanes_[static_cast<size_t>(number)];
+  if (guard_.on())
+    *guarded = guard_.rings(number, bytes, stats(stream.device).live_bytes + rounded(bytes));
   if (lane.distrusted && lane.arena && lane.arena->empty()) {
     let_go(lane);
     lane.distrusted = false;
@@ -266,6 +282,11 @@ Pool::Place Pool::touch(void *pointer, Stream stream) {
   return held_.count(pointer) ? Place::kBackend : Place::kNowhere;
 }
 
+void Pool::set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context) {
+  Lock lock(mutex_);
+  guard_ = sound ? Guard(lane_of(stream), most, sound, context) : Guard();
+}
+
 int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
   const int64_t now = now_ns();
   Lock lock(mutex_);
@@ -287,6 +308,7 @@ int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
     if (step.overflow) lane.told.plan = -1;
     if (lane.told.plan >= 0) lane.distrusted = false;
     if (static_cast<int32_t>(i) < room) out[i] = lane.told;
+    guard_.end_step(static_cast<int32_t>(i), step.sizes);  // past what is noted, each block is another
     lane.told = {};
     lane.steps.end(now);
   }

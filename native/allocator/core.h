@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "guard.h"
 #include "paged.h"
 #include "plan.h"
 #include "pool.h"
@@ -43,6 +44,7 @@ class Pool {
   Place free(void *block, Receipt *receipt = nullptr);
   Place touch(void *block, Stream stream);
 
+  void set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context);
   int32_t mark(lowtide_pool_lane *lanes, int32_t room);
   int64_t step(int32_t lane, int32_t back, int64_t room, int64_t *sizes, int64_t *made,
                int64_t *freed, int64_t *made_ns, int64_t *freed_ns, int64_t *ticks);
@@ -94,6 +96,8 @@ class Pool {
   };
   using Lock = std::unique_lock<std::mutex>;
 
+  // As `allocate` does, but nobody is told: `guarded` says whether somebody is to be.
+  void *make(int64_t bytes, Stream stream, Receipt *receipt, bool *guarded);
   int32_t lane_of(Stream stream);
   Arena *arena_at(const void *pointer);
   Origin origin_of(void *pointer);
@@ -126,6 +130,7 @@ class Pool {
   std::atomic<int32_t> mode_{LOWTIDE_POOL_PASS};
   std::mutex mutex_;
   bool paused_ = false;
+  Guard guard_;
   int64_t next_plan_ = 0;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<std::unique_ptr<Arena>> arenas_;

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or the meaning of a field changes.
-#define LOWTIDE_POOL_ABI 3
+#define LOWTIDE_POOL_ABI 4
 
 typedef struct lowtide_pool lowtide_pool;
 
@@ -115,6 +115,14 @@ int32_t lowtide_pool_free(lowtide_pool *pool, void *block);
 int32_t lowtide_pool_touch(lowtide_pool *pool, void *block, int32_t device, void *stream);
 // While paused, events are neither recorded nor asked for (a capture of a CUDA graph forbids it).
 void lowtide_pool_pause(lowtide_pool *pool, int32_t paused);
+
+// Somebody is told, by `sound`, when the stream makes another block of a megabyte or more than it made
+// at the same place of the step at hand, or when its device's arenas come near to holding `most`.
+// `sound` is called once the block has been had, without the lock, by whoever asked for it: it may
+// call the pool.  Until it returns something else than 0 it is told of every such block.  NULL: nobody is
+// told.  From the next mark on.
+void lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
+                        int32_t (*sound)(void *context), void *context);
 
 // The end of a step: fills up to `room` entries, returns how many lanes there are.
 int32_t lowtide_pool_mark(lowtide_pool *pool, lowtide_pool_lane *lanes, int32_t room);

@@ -163,16 +163,21 @@ def _address(content: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(content))
 
 
+_SOUND = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+
 # The counter: an allocator of its own before PyTorch's. The profiler's events would nearly do, but
 # it sees nothing of what other threads free, nor of what was allocated before it began.
 _SOURCE = """
 #include <c10/core/CPUAllocator.h>
 #include <mutex>
 #include <unordered_map>
+#include "guard.h"
 
 static std::mutex& lock = *new std::mutex;  // these outlive the last tensor
 static auto& blocks = *new std::unordered_map<void*, std::pair<long, long>>;
 static long live, peak, starts;
+static auto& sizes = *new std::vector<int64_t>;  // of what was allocated since the last mark
+static lowtide::Guard guard;
 static c10::Allocator* const inner = c10::GetCPUAllocator();
 
 static void drop(void* memory) {
@@ -187,14 +192,23 @@ static void drop(void* memory) {
   inner->raw_deallocate(memory);
 }
 
+extern "C" void watch(long most, lowtide::Guard::Sound sound) {
+  std::lock_guard<std::mutex> locked(lock);
+  guard = sound ? lowtide::Guard(0, most, sound, nullptr) : lowtide::Guard();
+}
+
 struct Counting : c10::Allocator {
   c10::DataPtr allocate(size_t count) override {
     void* memory = inner->raw_allocate(count);
     if (!memory) return {nullptr, c10::Device(c10::kCPU)};
-    std::lock_guard<std::mutex> locked(lock);
+    std::unique_lock<std::mutex> locked(lock);
     blocks[memory] = {static_cast<long>(count), starts};
     live += static_cast<long>(count);
     if (live > peak) peak = live;
+    sizes.push_back(static_cast<int64_t>(count));
+    const lowtide::Guard told = guard.rings(0, sizes.back(), live) ? guard : lowtide::Guard();
+    locked.unlock();
+    if (told.on() && told.sound(nullptr)) watch(0, nullptr);
     return {memory, memory, &drop, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &drop; }
@@ -208,6 +222,7 @@ extern "C" void start() {
   std::lock_guard<std::mutex> locked(lock);
   live = peak = 0;
   starts++;
+  guard = {};
   c10::SetCPUAllocator(&counting);
 }
 extern "C" void stop() { c10::SetCPUAllocator(inner); }
@@ -219,6 +234,8 @@ extern "C" long mark() {
   std::lock_guard<std::mutex> locked(lock);
   const long was = peak;
   peak = live;
+  guard.end_step(0, sizes);
+  sizes.clear();
   return was;
 }
 """
@@ -228,7 +245,8 @@ extern "C" long mark() {
 def counting() -> Iterator[ctypes.CDLL]:
     """Count what PyTorch allocates for the CPU from here on, in all threads, and nothing older.
 
-    `held()` is what is live now of that, `mark()` the most that was since the last `mark()`.
+    `held()` is what is live now of that, `mark()` the most that was since the last `mark()`, which
+    ends a step: `Guarded` is told where the next one is another.
     """
     library = _library()
     library.start()
@@ -246,8 +264,41 @@ def _library() -> ctypes.CDLL:
         source.write_text(_SOURCE)
         compiler = os.environ.get("CXX", "c++").split()
         flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
+        flags.append(f"-I{Path(__file__).parents[2] / 'native' / 'allocator'}")
         links = [f"-L{torch_folder / 'lib'}", "-lc10", "-o", str(built)]
         subprocess.run([*compiler, *flags, str(source), *links], check=True)
         library = ctypes.CDLL(str(built))
     library.held.restype = library.mark.restype = ctypes.c_long
+    library.watch.argtypes = [ctypes.c_long, _SOUND]
     return library
+
+
+class Guarded:
+    """Memory as in pages: the allocator that counts guards steps, as that of a GPU does."""
+
+    def __init__(self) -> None:
+        self.most = 0  # that a step may hold; 0: nobody is called
+        self.heard = 0  # how often somebody was called, and listened
+        self._called = _SOUND()
+
+    def use_pages(self, device: int, most: Callable[[], int | None] | None = None) -> bool:
+        return True
+
+    def free_pages(self, device: int) -> int:
+        return 1 << 30
+
+    def pages_of(self, count: int) -> int:
+        return 1
+
+    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
+        def called(_: object) -> int:
+            listened = sound()
+            self.heard += listened
+            return int(listened)
+
+        self.most, self._called = most, _SOUND(called)
+        _library().watch(most, self._called)
+
+    def dismiss_guard(self) -> None:
+        self.most = 0
+        _library().watch(0, _SOUND())

@@ -1,16 +1,21 @@
 """The native pool, called: `native/allocator/pool.h` explains every function and field."""
 
+import _thread
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 from lowtide._native import NoNative
 
-ABI = 3
+ABI = 4
 _MOST_LANES = 256
+_MOMENT = 0.01  # seconds until whoever is called by the library has returned
 
 
 class Mode(IntEnum):
@@ -101,6 +106,7 @@ class _Counts(ctypes.Structure):
 
 _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _ROW = ctypes.POINTER(ctypes.c_int64)
+_SOUND = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "abi": (_I32, []),
     "close": (None, [_PTR]),
@@ -110,6 +116,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "free": (_I32, [_PTR, _PTR]),
     "touch": (_I32, [_PTR, _PTR, _I32, _PTR]),
     "pause": (None, [_PTR, _I32]),
+    "guard": (None, [_PTR, _I32, _PTR, _I64, _SOUND, _PTR]),
     "mark": (_I32, [_PTR, ctypes.POINTER(_Lane), _I32]),
     "step": (_I64, [_PTR, _I32, _I32, _I64, _ROW, _ROW, _ROW, _ROW, _ROW, _ROW]),
     "plan": (_I64, [_PTR, _I32, _I64, _ROW, _I32, _ROW]),
@@ -148,6 +155,18 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _heard(sound: Callable[[], bool]) -> int:
+    """Nothing is raised where nobody could catch it; an interrupt comes a moment later."""
+    try:
+        return int(sound())
+    except KeyboardInterrupt:
+        Timer(_MOMENT, _thread.interrupt_main).start()
+    except Exception as error:  # noqa: BLE001 - the block that is asked for is there all the same
+        sys.stderr.write(f"lowtide: {type(error).__name__}: {error}, please report it\n")
+        return 1
+    return 0
+
+
 class Core:
     """A native pool; `handle` is the library's."""
 
@@ -155,6 +174,7 @@ class Core:
         self._library = library
         self._handle = handle
         self._lanes = (_Lane * _MOST_LANES)()
+        self._told: list[Any] = []  # the library may be about to call them
 
     def set_mode(self, mode: Mode) -> None:
         """From now on."""
@@ -163,6 +183,20 @@ class Core:
     def stop(self) -> None:
         """Back to PASS; plans are dropped and arenas go with their last blocks."""
         self._library.lowtide_pool_stop(self._handle)
+
+    def guard(self, device: int, stream: int, most: int, sound: Callable[[], bool]) -> None:
+        """Have `sound` called, from the next mark on, where a step is none like the one at hand.
+
+        That is: the stream makes another large block, or the device's arenas come near to `most`.
+        It is called by whoever makes the block, each time until it returns True.
+        """
+        called = _SOUND(lambda _: _heard(sound))
+        self._told = [*self._told[-1:], called]
+        self._library.lowtide_pool_guard(self._handle, device, stream or None, most, called, None)
+
+    def dismiss_guard(self) -> None:
+        """Nobody is called."""
+        self._library.lowtide_pool_guard(self._handle, 0, None, 0, _SOUND(), None)
 
     def mark(self) -> list[Lane]:
         """End the step; what became of each lane's."""

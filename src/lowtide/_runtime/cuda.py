@@ -137,6 +137,15 @@ class CudaPlace:
         more = self.page_room(device) - self.core.count(device).page_bytes
         return (self.core.free_pages(device) + max(0, more)) // _PAGE
 
+    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
+        """Call `sound` where a step is none like the one at hand, or holds nearly `most`."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        self.core.guard(device, stream, most, sound)
+
+    def dismiss_guard(self) -> None:
+        """Call nobody."""
+        self.core.dismiss_guard()
+
     def pages_of(self, count: int) -> int:
         """That a block of so many bytes may need: some lie across a page's end."""
         return -(-count // _PAGE) + 1

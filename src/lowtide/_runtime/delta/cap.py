@@ -26,6 +26,12 @@ class Giver(Protocol):
     def pages_of(self, count: int) -> int:
         """That a block of so many bytes may need."""
 
+    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
+        """Call `sound` where a step is none like the one at hand, or holds nearly `most`."""
+
+    def dismiss_guard(self) -> None:
+        """Call nobody."""
+
 
 class Cap:
     """A limit to what the allocator of a GPU reserves; beyond it, ops run out of memory.
@@ -94,6 +100,21 @@ class Cap:
     def paged(self) -> bool:
         """Whether memory is given in pages."""
         return self._giver is not None
+
+    def guard(self, most: int, sound: Callable[[], bool]) -> bool:
+        """Whether `sound` is called where a step is none like the one at hand, from the next one on.
+
+        Or where it comes near to holding `most`; until it returns True.
+        """
+        if self._giver is None:
+            return False
+        self._giver.guard(self._index, most, sound)
+        return True
+
+    def dismiss_guard(self) -> None:
+        """Nobody is called."""
+        if self._giver is not None:
+            self._giver.dismiss_guard()
 
     def clear(self, count: int) -> None:
         """Give back what is cached, unless so many bytes can be had besides."""

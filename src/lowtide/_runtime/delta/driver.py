@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
+from lowtide._runtime.delta.asleep import Asleep
 from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
@@ -30,7 +31,7 @@ from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.delta.watching import Watching
 from lowtide._runtime.fused.groups import Fuser
 from lowtide._runtime.swap.native_saves import NativeSaves
-from lowtide._runtime.swap.quiet import is_calm, is_capturing, is_free
+from lowtide._runtime.swap.quiet import is_calm, is_free
 from lowtide._runtime.swap.saved import Handle, Saved
 from lowtide._runtime.swap.tier import Tier
 
@@ -87,7 +88,7 @@ class Dynamic:
         self._plain = Plain(self.room, self._tally, planned, saves)
         self._garbage = Garbage()
         self.watching = Watching(self.room, self.ledger, self.cap, self._tally, planned)
-        self._woken = False  # in the midst of this step
+        self._asleep = Asleep(self.cap, self.room, self.seer, self._tally, self._push)
         self.steps = 0
 
     # Its life.
@@ -95,6 +96,7 @@ class Dynamic:
     def start(self, saved: Saved, optimizers: Sequence[Optimizer]) -> None:
         """See ops from now on."""
         self.room.lock = self.idle.lock = saved
+        self._asleep.start(saved)
         self._plain.start(saved)
         for optimizer in optimizers:
             self.idle.optimizers.know(optimizer)
@@ -134,6 +136,7 @@ class Dynamic:
     def stop(self) -> None:
         """See no op any more, and hold nothing back."""
         self.tapes.stop()
+        self._asleep.stop()
         self.room.budget = None
         self._plain.stop()
         self._unseen.forget()
@@ -158,7 +161,7 @@ class Dynamic:
         self._costs.collect()
         self.steps += 1
         if self._mode is None:
-            if self.watching.was_another():
+            if self.watching.was_another(told=not self._asleep.undisturbed()):
                 self._watch_again()
         elif self.watching.is_needless():
             self._pop()
@@ -171,15 +174,14 @@ class Dynamic:
             self.ledger.count_unseen()
         self.ledger.begin_step()
         self.seer.begin_step()
-        if self._woken:
-            self._woken, self.seer.recorded = False, None
-            if self._mode is not None:
-                self.set_budget(self.room.budget)
+        if self._asleep.had_woken() and self._mode is not None:
+            self.set_budget(self.room.budget)
         if self._mode is not None:
             self.idle.mark(by_plan=self.planned is not None and self.planned.mode is Mode.PLANNED)
             if self.planned is not None:
                 self._begin_planned(self.planned)
-        else:
+            self._asleep.end()
+        elif not self._asleep.begin(self.room.budget):
             self._plain.go_loose()
 
     def _end_planned(self, planned: Planned) -> None:
@@ -247,22 +249,6 @@ class Dynamic:
             self._push()
             self.set_budget(self.room.budget)
 
-    def _wake(self, count: int) -> None:
-        """A step that nobody watches is another one than those before: who knows what it makes.
-
-        Nobody sees the op that saves just now, but its insides. So the allocator is held to the
-        budget from the next step on, and of this one nothing is written down: values are swapped.
-        """
-        if not is_free() or is_capturing():  # nothing may be given back then
-            return
-        self.room.adopt()  # what is kept natively is not found by looking at objects
-        self._tally.watch_again()
-        self._push()
-        self._woken, self.seer.recorded = True, frozenset()
-        self.ledger.begin_step()
-        with suppress(OutOfBudget):
-            self.room.make(count)
-
     # What the hooks tell.
 
     def make_cell(self, storage: torch.UntypedStorage, tier: Tier) -> DeltaCell:
@@ -281,8 +267,8 @@ class Dynamic:
         if observer is not None:
             observer.begin_own(anew=True)  # whatever has become of the last one
         number = self._tally.save(handle.bytes)
-        if self._mode is None and not self._unseen.now and not self._tally.is_known(number):
-            self._wake(handle.bytes)
+        if self._mode is None and not self._unseen.now:
+            self._asleep.saved_one(number, handle.bytes)
         cell = handle.cell
         value = cell.value if isinstance(cell, DeltaCell) else None
         if cell is not None and cell.handles == 1:

@@ -66,10 +66,13 @@ class Watching:
         known = max(self._tally.known_peak, self.plain_peak)
         return self._cap.reserved() <= budget and known <= _NEARLY * budget
 
-    def was_another(self) -> bool:
-        """After a step that was not watched: whether it was none like those before."""
+    def was_another(self, *, told: bool) -> bool:
+        """After a step that was not watched: whether it was none like those before.
+
+        `told`: somebody was, of what it saved.
+        """
         self.peaks.append(self._tally.known_peak)
-        return self._tally.is_another()
+        return told and self._tally.is_another()
 
     def guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import Node
 
 from lowtide._runtime.swap.cell import Cell
 from lowtide._runtime.swap.file_tier import is_worker
@@ -108,6 +109,7 @@ class Saved:
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
         self.own_seconds = 0.0  # that saving and asking took in Python
+        self.found: Callable[[Node], None] | None = None  # told once, of who made what is saved
 
     def watch(
         self,
@@ -159,6 +161,9 @@ class Saved:
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
         alias = tensor
         node = tensor.grad_fn
+        if node is not None and self.found is not None:
+            found, self.found = self.found, None
+            found(node)
         if node is not None or not (tensor.requires_grad or tensor.__dict__):
             with quiet(tensor):
                 alias = tensor.detach()

@@ -1,0 +1,293 @@
+"""Steps of whose saves nobody is told: the allocator guards them, here the one that counts."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import CDLL
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tides import planned_of
+from tight import Bits, Guarded, bits_of, counting, find_difference
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide._runtime.delta.driver import Dynamic
+from lowtide._runtime.delta.modes import Mode
+from lowtide._runtime.swap import late
+
+pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
+
+WIDE = 64
+ROWS = 4096  # of them, a megabyte
+BUDGET = 26 << 20
+TOLERANCE = 0.01  # of the budget: what an allocator rounds
+
+
+class Double(torch.autograd.Function):
+    """Saves by way of its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x + 1, x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        more, x = ctx.saved_tensors
+        return grads[0] * (more - 1 + x)
+
+
+class Row(nn.Module):
+    """Layers of all kinds; `between` is called with what each has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(8))
+        self.norm = nn.LayerNorm(WIDE)
+        self.between: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 2:
+                x = Double.apply(x)
+            elif i == 4:
+                x = torch.cat([x[:, :32], x[:, 32:].relu()], 1)
+            elif i == 5:
+                x = self.norm(x) * torch.stack([x, x]).sum(0)
+            else:
+                x = torch.tanh(x)
+            x = self.between(i, x)
+        return x
+
+
+@dataclass
+class Training:
+    """The row, and what came out of every step."""
+
+    model: Row = field(default_factory=Row)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.rows = {n: torch.randn(n, WIDE) for n in (ROWS, 4 * ROWS)}
+
+    def steps(self, counter: CDLL, count: int, rows: int = ROWS) -> None:
+        for _ in range(count):
+            loss = self.model(self.rows[rows]).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach())
+            del loss
+            self.peaks.append(counter.mark())
+
+    def result(self) -> list[Bits]:
+        state = [s["momentum_buffer"] for s in self.optimizer.state.values()]
+        return bits_of([*self.losses, *self.model.parameters(), *state])
+
+
+@contextmanager
+def asleep(budget: int = BUDGET) -> Iterator[tuple[Training, CDLL, Dynamic, Guarded]]:
+    """In the middle of a run that nobody need watch, and of whose saves nobody is told."""
+    gc.collect()
+    with counting() as counter:
+        training, guarded = Training(), Guarded()
+        with lowtide.fit(training.model, training.optimizer, budget=budget) as tide:
+            assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+            dynamic = tide._budgeted._dynamic
+            dynamic.cap._giver = guarded
+            training.steps(counter, 8)
+            assert planned_of(tide).modes[-1] is Mode.LOOSE
+            assert guarded.most == budget and not has_hooks()
+            yield training, counter, dynamic, guarded
+        assert not guarded.most and not has_hooks()
+
+
+def has_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def plainly(count: int, rows: list[int]) -> list[Bits]:
+    """What comes out without lowtide, after eight steps as ever."""
+    with counting() as counter:
+        training = Training()
+        training.steps(counter, 8)
+        for n in rows:
+            training.steps(counter, count, n)
+    return training.result()
+
+
+def test_nobody_is_told_of_their_saves() -> None:
+    told: list[bool] = []
+
+    def look(_: int, x: torch.Tensor) -> torch.Tensor:
+        told.append(has_hooks())
+        return x
+
+    with asleep() as (training, counter, dynamic, guarded):
+        training.model.between = look
+        training.steps(counter, 3)
+        assert not any(told) and not guarded.heard
+        assert dynamic.watching.peaks[-1] > 0
+        assert not dynamic.room.cells
+    assert find_difference(training.result(), plainly(3, [ROWS])) is None
+
+
+def test_a_larger_batch_is_noticed_and_held_to_the_budget() -> None:
+    with asleep() as (training, counter, dynamic, guarded):
+        training.steps(counter, 3, 4 * ROWS)
+        assert guarded.heard == 1
+        assert dynamic.room.counts["swapped"] + dynamic.room.counts["dropped"]
+        training.steps(counter, 3)
+    assert max(training.peaks) <= BUDGET * (1 + TOLERANCE), training.peaks
+    assert find_difference(training.result(), plainly(3, [4 * ROWS, ROWS])) is None
+
+
+def more(at: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """After that layer, much more than in any step before."""
+
+    def between(i: int, x: torch.Tensor) -> torch.Tensor:
+        if i == at:
+            wide = torch.cat([x, x])
+            for _ in range(15):
+                wide = wide.sin().cos()
+            x = wide[: len(x)] + wide[len(x) :]
+        return x
+
+    return between
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_what_was_saved_before_it_is_noticed_can_leave_too(at: int) -> None:
+    with asleep() as (training, counter, _, guarded):
+        training.model.between = more(at)
+        training.steps(counter, 3)
+        assert guarded.heard == 1
+    assert max(training.peaks) <= BUDGET * (1 + TOLERANCE), training.peaks
+    with counting() as counter:
+        other = Training()
+        other.steps(counter, 8)
+        other.model.between = more(at)
+        other.steps(counter, 3)
+    assert max(other.peaks) > 1.5 * BUDGET
+    assert find_difference(training.result(), other.result()) is None
+
+
+def test_what_was_modified_in_place_before_is_told_as_ever() -> None:
+    def spoil(i: int, x: torch.Tensor) -> torch.Tensor:
+        if i == 3:
+            x.data.add_(0)  # unseen
+            x.add_(1)  # tanh has saved it
+        return more(7)(i, x)
+
+    with asleep() as (training, counter, _, guarded):
+        training.model.between = spoil
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            training.steps(counter, 1)
+        assert guarded.heard == 1
+
+
+def test_an_evaluation_is_no_other_step() -> None:
+    with asleep() as (training, counter, _, guarded):
+        with torch.no_grad():
+            training.model(training.rows[4 * ROWS])
+        training.steps(counter, 1)
+        with torch.inference_mode():
+            training.model(training.rows[4 * ROWS])
+        training.steps(counter, 1)
+        assert not guarded.heard and not has_hooks()
+    assert find_difference(training.result(), plainly(2, [ROWS])) is None
+
+
+def test_nor_is_what_another_thread_makes() -> None:
+    with asleep() as (training, counter, _, guarded):
+        thread = threading.Thread(target=lambda: torch.ones(8 << 20))
+        thread.start()
+        thread.join()
+        assert not guarded.heard and guarded.most
+        training.steps(counter, 1)
+
+
+def test_what_is_larger_but_not_saved_wakes_nobody() -> None:
+    """Where gradients are looked at, say."""
+    with asleep() as (training, counter, dynamic, guarded):
+
+        def look(*_: object) -> None:
+            torch.ones(BUDGET // 4).max()
+
+        looking = training.optimizer.register_step_pre_hook(look)
+        dynamic.seer.ops = 0
+        training.steps(counter, 1)
+        assert guarded.heard == 1 and not has_hooks()
+        looking.remove()
+        training.steps(counter, 2)
+        assert guarded.heard == 1 and not dynamic.seer.ops
+
+
+def test_where_memory_goes_in_pages_no_more_they_are_told() -> None:
+    with asleep() as (training, counter, dynamic, guarded):
+        training.steps(counter, 1)
+        dynamic.cap.use_pages(None)
+        training.steps(counter, 2)
+        assert has_hooks()
+        dynamic.cap._giver = guarded
+        training.steps(counter, 1)
+        assert not has_hooks()
+    assert find_difference(training.result(), plainly(4, [ROWS])) is None
+
+
+def test_hooks_of_the_programs_own_stay_in_charge() -> None:
+    with asleep() as (training, counter, _, guarded):
+        kept = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with kept:
+            training.steps(counter, 1, 4 * ROWS)
+        assert not guarded.heard and not has_hooks()
+        training.model.layers[3] = Checkpointed(training.model.layers[3])
+        training.steps(counter, 2)
+    assert not has_hooks()
+
+
+class Checkpointed(nn.Module):
+    """Made again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
+def test_a_graph_is_hooked_as_far_as_it_can_be() -> None:
+    """Not its leaves, nor what was modified, has hooks, or was given back."""
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    weight = torch.randn(3, 5, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        hooked = torch.randn(7, 3).matmul(weight).exp()
+    spoilt = hooked[:6].sin()  # saves hooked[:6]
+    before = spoilt.exp()  # saves itself
+    late_one = Double.apply(before)
+    stacked = torch.cat([late_one, late_one]).tanh()
+    root = stacked.sum().grad_fn
+    assert root is not None
+    late.hook_graph(root, (pack, lambda x: x))
+    assert sorted(packed) == [(6, 5)] * 4 + [(12, 5)]
+    packed.clear()
+    late.hook_graph(root, (pack, lambda x: x))
+    assert not packed
+    stacked.sum().backward()
+    assert weight.grad is not None
