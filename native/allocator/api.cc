@@ -31,6 +31,8 @@ void lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_
   pool->pool.set_guard({device, stream}, most, sound, context);
 }
 
+int64_t lowtide_pool_guarded(lowtide_pool *pool) { return pool->pool.guarded(); }
+
 int32_t lowtide_pool_mark(lowtide_pool *pool, lowtide_pool_lane *lanes, int32_t room) {
   return pool->pool.mark(lanes, room);
 }

@@ -124,11 +124,12 @@ void *Pool::allocate(int64_t bytes, Stream stream, Receipt *receipt) {
   void *const block = make(bytes, stream, receipt, &guarded);
   if (!guarded || !block) return block;
   Lock lock(mutex_);
-  const Guard told = guard_;
+  const Guard::Sound sound = guard_.sound;
+  void *const context = guard_.context;
   lock.unlock();
-  if (!told.on() || !told.sound(told.context)) return block;
+  if (!sound || !sound(context)) return block;
   lock.lock();
-  guard_ = {};
+  guard_.rest();
   return block;
 }
 
@@ -138,8 +139,7 @@ void *Pool::make(int64_t bytes, Stream stream, Receipt *receipt, bool *guarded) 
   if (!waiting_.empty()) sweep(lock);
   const int32_t number = lane_of(stream);
   Lane &lane = *lanes_[static_cast<size_t>(number)];
-  if (guard_.on())
-    *guarded = guard_.rings(number, bytes, stats(stream.device).live_bytes + rounded(bytes));
+  *guarded = guard_.rings(number, bytes, stats(stream.device).live_bytes + rounded(bytes));
   if (lane.distrusted && lane.arena && lane.arena->empty()) {
     let_go(lane);
     lane.distrusted = false;
@@ -284,7 +284,15 @@ Pool::Place Pool::touch(void *pointer, Stream stream) {
 
 void Pool::set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context) {
   Lock lock(mutex_);
-  guard_ = sound ? Guard(lane_of(stream), most, sound, context) : Guard();
+  if (sound)
+    guard_.begin(lane_of(stream), most, sound, context);
+  else
+    guard_.rest();
+}
+
+int64_t Pool::guarded() {
+  Lock lock(mutex_);
+  return guard_.held();
 }
 
 int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
@@ -308,7 +316,7 @@ int32_t Pool::mark(lowtide_pool_lane *out, int32_t room) {
     if (step.overflow) lane.told.plan = -1;
     if (lane.told.plan >= 0) lane.distrusted = false;
     if (static_cast<int32_t>(i) < room) out[i] = lane.told;
-    guard_.end_step(static_cast<int32_t>(i), step.sizes);  // past what is noted, each block is another
+    guard_.end_step(static_cast<int32_t>(i), step.sizes);
     lane.told = {};
     lane.steps.end(now);
   }

@@ -1,59 +1,115 @@
-// Watches for a step that is none like those before.
+// Watches for a step that comes to hold more than those before.
 #ifndef LOWTIDE_GUARD_H
 #define LOWTIDE_GUARD_H
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 namespace lowtide {
 
-// Compares the large blocks of a lane's steps, in order, with those of the one in which it began.  Small ones come
-// and go with what a program prints or counts: together they are noticed by what is held.  Half of what
-// the first step to be looked at leaves of `most` may be taken before that rings.
+// Rings when bytes held come near to `most`; that is late.  So it rings as well at a large block that
+// announces it: larger than any at its place in the steps before, by so much that the peak would be
+// above with it if all that a step makes were.  Small blocks come and go with what a program prints or
+// counts: they have no place.  What is known is of steps that did not come near, whether anybody
+// listened or not.
 class Guard {
  public:
   using Sound = int32_t (*)(void *context);
 
   static constexpr int64_t kLarge = 1 << 20;
 
-  Guard() = default;
-  Guard(int32_t lane, int64_t most, Sound sound, void *context)
-      : sound(sound), context(context), lane_(lane), most_(most) {}
+  // Steps of the lane are listened to, as far as this thread makes them, from the next one on.
+  void begin(int32_t lane, int64_t most, Sound to, void *with) {
+    if (lane != lane_) *this = {};
+    sound = to;
+    context = with;
+    lane_ = lane;
+    most_ = limit_ = most;
+    listens_ = false;
+    thread_ = std::this_thread::get_id();
+    limit();
+  }
 
-  bool on() const { return sound != nullptr; }
+  void rest() { sound = nullptr; }
 
   // The lane's step has ended, of blocks of these sizes.
   void end_step(int32_t lane, const std::vector<int64_t> &sizes) {
-    if (!on() || lane != lane_) return;
+    if (lane != lane_) return;
+    if (ended_ == 1) large_.clear();  // that step was watched: some of its blocks were not the program's
+    if (held_ <= limit_) learn(sizes);
     next_ = 0;
-    if (++steps_ == 2 && most_ > peak_) most_ -= (most_ - peak_) / 2;
-    if (steps_ > 1) return;
-    for (const int64_t size : sizes)
-      if (size >= kLarge) large_.push_back(size);
+    held_ = first_ = 0;
+    listens_ = true;
+    if (++ended_ == 2) limit();
   }
 
-  // Whether the block at hand is another one; the device's arenas will hold so many bytes with it.
+  // Whether the block at hand is to be told of; the device's arenas will hold so many bytes with it.
   bool rings(int32_t lane, int64_t bytes, int64_t held) {
-    if (!on() || steps_ == 0 || lane != lane_) return false;
-    if (held > peak_) peak_ = held;
-    if (held > most_) return true;
-    if (bytes < kLarge) return false;
-    if (next_ >= large_.size() || large_[next_] != bytes) return true;
-    ++next_;
-    return false;
+    if (lane != lane_) return false;
+    if (held_ == 0) first_ = held - bytes;
+    held_ = std::max(held_, held);
+    bool larger = false;
+    if (bytes >= kLarge) {
+      const int64_t known = next_ < large_.size() ? large_[next_] : 0;
+      larger = bytes > known && above(bytes, known);
+      if (!larger) ++next_;  // else it may be one that is there for once
+    }
+    return sound && listens_ && (held > limit_ || larger) &&
+           std::this_thread::get_id() == thread_;
   }
+
+  // Bytes held at most in the step so far.
+  int64_t held() const { return held_; }
 
   Sound sound = nullptr;
   void *context = nullptr;
 
  private:
+  void learn(const std::vector<int64_t> &sizes) {
+    size_t place = 0;
+    for (const int64_t size : sizes) {
+      if (size < kLarge) continue;
+      if (place == large_.size()) large_.push_back(0);
+      large_[place] = std::max(large_[place], size);
+      largest_ = std::max(largest_, size);
+      ++place;
+    }
+    if (held_ <= peak_) return;
+    peak_ = held_;
+    stays_ = first_;
+  }
+
+  // Once a whole step is known, it rings before two more of the largest blocks would be too many, and
+  // not before half of what that step leaves is taken.
+  void limit() {
+    if (ended_ > 1 && most_ > peak_) limit_ = most_ - std::min((most_ - peak_) / 2, 2 * largest_);
+  }
+
+  // Whether the peak would be above if all that a step makes were so much larger.  It is not known
+  // before a whole step has been seen.
+  bool above(int64_t bytes, int64_t known) const {
+    if (known == 0) return true;
+    if (ended_ < 2) return bytes > largest_;
+    const double times = static_cast<double>(bytes) / static_cast<double>(known);
+    return static_cast<double>(stays_) + times * static_cast<double>(peak_ - stays_) >
+           static_cast<double>(most_);
+  }
+
   int32_t lane_ = -1;
   int64_t most_ = 0;
-  int64_t peak_ = 0;            // bytes held, so far
-  int64_t steps_ = 0;           // that have ended
-  std::vector<int64_t> large_;  // blocks of the first one
+  int64_t limit_ = 0;           // beyond which it rings
+  int64_t peak_ = 0;            // bytes held within it at most
+  int64_t stays_ = 0;           // ... when that step began
+  int64_t first_ = 0, held_ = 0;  // ... when this one began, and at most since then
+  int64_t ended_ = 0;           // steps; of the first, only the end is known of what it held
+  bool listens_ = false;
+  std::vector<int64_t> large_;  // by place, the largest block of all steps
+  int64_t largest_ = 0;
   size_t next_ = 0;
+  std::thread::id thread_;
 };
 
 }  // namespace lowtide

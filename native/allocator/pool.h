@@ -116,13 +116,14 @@ int32_t lowtide_pool_touch(lowtide_pool *pool, void *block, int32_t device, void
 // While paused, events are neither recorded nor asked for (a capture of a CUDA graph forbids it).
 void lowtide_pool_pause(lowtide_pool *pool, int32_t paused);
 
-// Somebody is told, by `sound`, when the stream makes another block of a megabyte or more than it made
-// at the same place of the step at hand, or when its device's arenas come near to holding `most`.
-// `sound` is called once the block has been had, without the lock, by whoever asked for it: it may
-// call the pool.  Until it returns something else than 0 it is told of every such block.  NULL: nobody is
-// told.  From the next mark on.
+// Somebody is told, by `sound`, when this thread makes a block by which the device's arenas come near
+// to holding `most`, or one that announces it (`guard.h`), from the next mark on.  `sound` is called
+// once the block has been had, without the lock: it may call the pool.  Until it returns something
+// else than 0 it is told of every such block.  NULL: nobody is told.
 void lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
                         int32_t (*sound)(void *context), void *context);
+// What the arenas of its device have held at most in the step so far, seen from that stream.
+int64_t lowtide_pool_guarded(lowtide_pool *pool);
 
 // The end of a step: fills up to `room` entries, returns how many lanes there are.
 int32_t lowtide_pool_mark(lowtide_pool *pool, lowtide_pool_lane *lanes, int32_t room);

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.modes import Mode
-from lowtide._runtime.swap import late
+from lowtide._runtime.swap.late import Late
 
 pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
 
@@ -39,7 +39,13 @@ class Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         more, x = ctx.saved_tensors
-        return grads[0] * (more - 1 + x)
+        grad: torch.Tensor = grads[0] * (more - 1 + x)
+        return grad
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = Double.apply(x)  # type: ignore[no-untyped-call]
+    return out
 
 
 class Row(nn.Module):
@@ -56,7 +62,7 @@ class Row(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x)
             if i == 2:
-                x = Double.apply(x)
+                x = doubled(x)
             elif i == 4:
                 x = torch.cat([x[:, :32], x[:, 32:].relu()], 1)
             elif i == 5:
@@ -280,14 +286,104 @@ def test_a_graph_is_hooked_as_far_as_it_can_be() -> None:
         hooked = torch.randn(7, 3).matmul(weight).exp()
     spoilt = hooked[:6].sin()  # saves hooked[:6]
     before = spoilt.exp()  # saves itself
-    late_one = Double.apply(before)
+    late_one = doubled(before)
     stacked = torch.cat([late_one, late_one]).tanh()
     root = stacked.sum().grad_fn
     assert root is not None
-    late.hook_graph(root, (pack, lambda x: x))
+    hooks = pack, lambda x: x
+    found = Late(hooks)
+    found.hook(root)
     assert sorted(packed) == [(6, 5)] * 4 + [(12, 5)]
     packed.clear()
-    late.hook_graph(root, (pack, lambda x: x))
+    found.hook(root)
+    Late(hooks).hook(root)
     assert not packed
+    other = stacked.detach().requires_grad_().cos().exp()
+    joined = other.sum() + stacked.sum()
+    assert joined.grad_fn is not None
+    found.hook(joined.grad_fn)  # of which a part is known
+    assert packed == [(12, 5)]
     stacked.sum().backward()
     assert weight.grad is not None
+
+
+def lengths(training: Training, counter: CDLL, sizes: list[int]) -> None:
+    for n in sizes:
+        training.rows.setdefault(n, torch.randn(n, WIDE, generator=torch.manual_seed(n)))
+        training.steps(counter, 1, n)
+
+
+# Rows; all but the last have blocks as many, of a megabyte and more.
+SIZES = [4096, 12000, 8192, 16384, 6000, 14000, 4096, 16000, 10000, 16384, 100]
+
+
+@contextmanager
+def of_all_lengths(budget: int) -> Iterator[tuple[Training, CDLL, Dynamic, Guarded]]:
+    """Guarded from the first step on, of which no two are alike."""
+    gc.collect()
+    with counting() as counter:
+        training, guarded = Training(), Guarded()
+        with lowtide.fit(training.model, training.optimizer, budget=budget) as tide:
+            assert tide._budgeted is not None and tide._budgeted._dynamic is not None
+            dynamic = tide._budgeted._dynamic
+            dynamic.cap._giver = guarded
+            yield training, counter, dynamic, guarded
+
+
+def plain_lengths() -> tuple[list[Bits], int]:
+    """What comes out without lowtide, and the highest peak."""
+    gc.collect()
+    with counting() as counter:
+        training = Training()
+        lengths(training, counter, SIZES)
+    return training.result(), max(training.peaks)
+
+
+def test_steps_of_all_lengths_are_not_watched_where_all_of_them_fit() -> None:
+    plain, peak = plain_lengths()
+    with of_all_lengths(int(1.3 * peak)) as (training, counter, dynamic, guarded):
+        lengths(training, counter, SIZES)
+        assert dynamic.planned is not None
+        modes = list(dynamic.planned.modes)
+        assert modes[2:] == [Mode.LOOSE] * (len(SIZES) - 2), modes
+        assert not guarded.heard and not has_hooks()
+        told = list(dynamic.watching.peaks)[2:]
+        assert told == training.peaks[2:]
+    assert find_difference(training.result(), plain) is None
+
+
+def test_of_those_lengths_that_do_not_fit_each_is_held_to_the_budget() -> None:
+    plain, peak = plain_lengths()
+    budget = int(0.8 * peak)
+    with of_all_lengths(budget) as (training, counter, dynamic, guarded):
+        lengths(training, counter, SIZES)
+        assert guarded.heard and dynamic.room.counts["swapped"] + dynamic.room.counts["dropped"]
+    assert max(training.peaks) <= budget * (1 + TOLERANCE), (training.peaks, budget)
+    assert find_difference(training.result(), plain) is None
+
+
+def test_what_hangs_on_another_branch_is_found_as_soon_as_they_meet() -> None:
+    # row -> one --.
+    #              mul -> loss     heard in the midst of the other
+    # row -> other -'
+    with asleep() as (training, _counter, dynamic, guarded):
+        other, rows = Row(), training.rows[ROWS]
+        one = training.model(rows)
+        assert not has_hooks()
+        other.between = more(3)
+        two = other(rows)
+        assert guarded.heard == 1
+        found = len(dynamic.room.cells)
+        assert found > 8
+        loss = (one * two).mean()
+        assert len(dynamic.room.cells) > found + 8
+        loss.backward()
+        ours = grads_of(training)
+        training.optimizer.zero_grad()
+    (training.model(rows) * other(rows)).mean().backward()
+    assert find_difference(grads_of(training), ours) is None
+
+
+def grads_of(training: Training) -> list[Bits]:
+    grads = [p.grad for p in training.model.parameters()]
+    return bits_of([grad for grad in grads if grad is not None])

@@ -17,9 +17,12 @@ class Giver:
     free: int = 100  # pages of 10 bytes
     cached: int = 0  # ... that come free when the cache is given back
     asked: list[int] = field(default_factory=list)
+    guards: int = 0  # bytes that a step may hold
+    most: Callable[[], int | None] | None = None
 
     def use_pages(self, device: int, most: Callable[[], int | None] | None = None) -> bool:
         self.asked.append(device)
+        self.most = most
         return self.can
 
     def free_pages(self, device: int) -> int:
@@ -27,6 +30,15 @@ class Giver:
 
     def pages_of(self, count: int) -> int:
         return -(-count // 10) + 1
+
+    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
+        self.guards = most
+
+    def dismiss_guard(self) -> None:
+        self.guards = 0
+
+    def guarded(self) -> int:
+        return 7
 
     def flush(self) -> None:
         self.free, self.cached = self.free + self.cached, 0
@@ -75,3 +87,21 @@ def test_what_holds_the_budget_may_come_and_go_and_pages_stay(
     assert held.paged
     held.use_pages(None)  # they are gone
     assert not held.paged
+
+
+def test_pages_stay_within_the_budget_where_nothing_else_holds_it(held: Cap) -> None:
+    giver = Giver()
+    held.put(1 << 30)
+    held.use_pages(giver)
+    assert giver.most is not None and giver.most() == 1 << 30
+    held.put(1 << 31)
+    assert giver.most() == 1 << 31
+
+
+def test_a_guard_is_had_only_with_pages(held: Cap) -> None:
+    giver = Giver()
+    assert not held.guard(70, bool) and not held.guarded()
+    held.use_pages(giver)
+    assert held.guard(70, bool) and giver.guards == 70 and held.guarded() == 7
+    held.dismiss_guard()
+    assert not giver.guards

@@ -194,7 +194,10 @@ static void drop(void* memory) {
 
 extern "C" void watch(long most, lowtide::Guard::Sound sound) {
   std::lock_guard<std::mutex> locked(lock);
-  guard = sound ? lowtide::Guard(0, most, sound, nullptr) : lowtide::Guard();
+  if (sound)
+    guard.begin(0, most, sound, nullptr);
+  else
+    guard.rest();
 }
 
 struct Counting : c10::Allocator {
@@ -206,9 +209,9 @@ struct Counting : c10::Allocator {
     live += static_cast<long>(count);
     if (live > peak) peak = live;
     sizes.push_back(static_cast<int64_t>(count));
-    const lowtide::Guard told = guard.rings(0, sizes.back(), live) ? guard : lowtide::Guard();
+    const lowtide::Guard::Sound sound = guard.rings(0, sizes.back(), live) ? guard.sound : nullptr;
     locked.unlock();
-    if (told.on() && told.sound(nullptr)) watch(0, nullptr);
+    if (sound && sound(nullptr)) watch(0, nullptr);
     return {memory, memory, &drop, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &drop; }
@@ -224,6 +227,10 @@ extern "C" void start() {
   starts++;
   guard = {};
   c10::SetCPUAllocator(&counting);
+}
+extern "C" long guarded() {
+  std::lock_guard<std::mutex> locked(lock);
+  return guard.held();
 }
 extern "C" void stop() { c10::SetCPUAllocator(inner); }
 extern "C" long held() {
@@ -268,7 +275,7 @@ def _library() -> ctypes.CDLL:
         links = [f"-L{torch_folder / 'lib'}", "-lc10", "-o", str(built)]
         subprocess.run([*compiler, *flags, str(source), *links], check=True)
         library = ctypes.CDLL(str(built))
-    library.held.restype = library.mark.restype = ctypes.c_long
+    library.held.restype = library.mark.restype = library.guarded.restype = ctypes.c_long
     library.watch.argtypes = [ctypes.c_long, _SOUND]
     return library
 
@@ -298,6 +305,9 @@ class Guarded:
 
         self.most, self._called = most, _SOUND(called)
         _library().watch(most, self._called)
+
+    def guarded(self) -> int:
+        return int(_library().guarded())
 
     def dismiss_guard(self) -> None:
         self.most = 0

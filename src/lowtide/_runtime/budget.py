@@ -172,13 +172,13 @@ class Budgeted:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def is_settled(self) -> bool:
-        """Whether steps go by a plan, or are not going to soon.
+        """Whether steps go by a plan, need none, or are not going to have one soon.
 
         Until then they say little of the steps to come, and what is going to leave is taken for
         what stays: no time to lay anything out.
         """
         if self._dynamic is not None:
-            return self._dynamic.planned is not None and self._dynamic.planned.is_settled()
+            return self._dynamic.is_settled()
         return self._driver.has_followed() or self._driver.steps.total() >= _LONG_ENOUGH
 
     def summary(self) -> SwapSummary:
@@ -328,7 +328,7 @@ class Budgeted:
         if self._dynamic is None:
             with self._saved:
                 return self._budget != FREE and self._driver.shrink(less, slower)
-        return self._dynamic.planned is not None and self._dynamic.planned.shrink(less, slower)
+        return self._dynamic.shrink(less, slower)
 
     def take_planned_anew(self) -> bool:
         """Whether the last step has shown that the next ones have to hold less. Told once."""

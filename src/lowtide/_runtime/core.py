@@ -117,6 +117,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "touch": (_I32, [_PTR, _PTR, _I32, _PTR]),
     "pause": (None, [_PTR, _I32]),
     "guard": (None, [_PTR, _I32, _PTR, _I64, _SOUND, _PTR]),
+    "guarded": (_I64, [_PTR]),
     "mark": (_I32, [_PTR, ctypes.POINTER(_Lane), _I32]),
     "step": (_I64, [_PTR, _I32, _I32, _I64, _ROW, _ROW, _ROW, _ROW, _ROW, _ROW]),
     "plan": (_I64, [_PTR, _I32, _I64, _ROW, _I32, _ROW]),
@@ -185,10 +186,10 @@ class Core:
         self._library.lowtide_pool_stop(self._handle)
 
     def guard(self, device: int, stream: int, most: int, sound: Callable[[], bool]) -> None:
-        """Have `sound` called, from the next mark on, where a step is none like the one at hand.
+        """Have `sound` called, from the next mark on, where a step comes to hold more than before.
 
-        That is: the stream makes another large block, or the device's arenas come near to `most`.
-        It is called by whoever makes the block, each time until it returns True.
+        That is: as this thread makes a block by which the device's arenas come near to holding
+        `most`, or one that announces it; each time until it returns True.
         """
         called = _SOUND(lambda _: _heard(sound))
         self._told = [*self._told[-1:], called]
@@ -197,6 +198,10 @@ class Core:
     def dismiss_guard(self) -> None:
         """Nobody is called."""
         self._library.lowtide_pool_guard(self._handle, 0, None, 0, _SOUND(), None)
+
+    def guarded(self) -> int:
+        """What the guarded device's arenas have held at most in the step so far."""
+        return int(self._library.lowtide_pool_guarded(self._handle))
 
     def mark(self) -> list[Lane]:
         """End the step; what became of each lane's."""

@@ -138,13 +138,17 @@ class CudaPlace:
         return (self.core.free_pages(device) + max(0, more)) // _PAGE
 
     def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
-        """Call `sound` where a step is none like the one at hand, or holds nearly `most`."""
+        """Call `sound` where a step holds nearly `most`, or is about to."""
         stream = torch.cuda.current_stream(device).cuda_stream
         self.core.guard(device, stream, most, sound)
 
     def dismiss_guard(self) -> None:
         """Call nobody."""
         self.core.dismiss_guard()
+
+    def guarded(self) -> int:
+        """Bytes that the step so far has held at most, as far as it is guarded."""
+        return self.core.guarded()
 
     def pages_of(self, count: int) -> int:
         """That a block of so many bytes may need: some lie across a page's end."""

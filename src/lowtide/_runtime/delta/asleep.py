@@ -1,13 +1,11 @@
-"""Steps that nobody watches, and one that turns out to be another.
+"""Steps that nobody watches, and one that comes to hold more than it may.
 
-To be told of a save takes microseconds, and in a step that nobody watches nothing is done about it
-but to compare its size. So where memory goes in pages nobody is told, and the device's allocator
-guards the step: it notices the first large block that steps before did not have, and when the budget
-is near. From then on the hooks are there again, and what the step has saved before is found in
-its graph.
+To be told of a save takes microseconds, and in a step that nobody watches nothing is done about it.
+So where memory goes in pages nobody is told, and the device's allocator guards the step: it
+notices when the budget is near, or is going to be. From then on the hooks are there again, and
+what the step has saved before is found in its graph.
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,7 +17,7 @@ from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.delta.see import Seer
 from lowtide._runtime.delta.tally import Tally
-from lowtide._runtime.swap.late import hook_graph
+from lowtide._runtime.swap.late import Late
 from lowtide._runtime.swap.quiet import is_capturing, is_free
 from lowtide._runtime.swap.saved import Saved, unpack
 
@@ -36,14 +34,13 @@ class Asleep:
         self._tally = tally
         self._watch = watch
         self._saved: Saved | None = None
-        self._thread = 0
         self._untold = False  # of the saves of this step, as long as the guard is not heard
-        self._heard = False  # the guard: the step is another one
+        self._heard = False  # the guard
         self._woken = False  # in the midst of this step
 
     def start(self, saved: Saved) -> None:
-        """Its saves; from the thread that trains."""
-        self._saved, self._thread = saved, threading.get_ident()
+        """Its saves."""
+        self._saved = saved
 
     # Steps.
 
@@ -101,21 +98,28 @@ class Asleep:
     def _hear(self) -> bool:
         """The guard, in the midst of an op and of PyTorch's allocator. False: not now."""
         saved = self._saved
-        if saved is None or not self._untold or threading.get_ident() != self._thread:
+        if saved is None or not self._untold:
             return False
         # Nothing is saved where there are no gradients. In backward, nothing of this step is.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return False
         if not self._heard and saved.resume():
-            self._heard, saved.found = True, self._find
+            self._heard, saved.found = True, self._finder(saved, Late((saved.pack, unpack)))
         return self._heard
 
-    def _find(self, node: Node) -> None:
-        """What the step has saved so far, before anybody was told, hangs on this node."""
-        assert self._saved is not None
-        with self._room.lock:
-            hook_graph(node, (self._saved.pack, unpack))
-            self._wake(0)
+    def _finder(self, saved: Saved, late: Late) -> Callable[[Node], None]:
+        """What the step has saved so far, before anybody was told, hangs on nodes."""
+
+        def find(node: Node) -> None:
+            saved.found = None  # what is found now is packed
+            with self._room.lock:
+                late.hook(node)
+                if not self._woken:
+                    self._wake(0)
+            if self._heard:
+                saved.found = find
+
+        return find
 
     def _wake(self, count: int) -> None:
         """The step is another one than those before: who knows what it makes.

@@ -27,10 +27,13 @@ class Giver(Protocol):
         """That a block of so many bytes may need."""
 
     def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
-        """Call `sound` where a step is none like the one at hand, or holds nearly `most`."""
+        """Call `sound` where a step holds nearly `most`, or is about to."""
 
     def dismiss_guard(self) -> None:
         """Call nobody."""
+
+    def guarded(self) -> int:
+        """Bytes that the step so far has held at most, as far as it is guarded."""
 
 
 class Cap:
@@ -47,6 +50,7 @@ class Cap:
         self._before: float | None = None  # the limit that was there
         self._settings = ""  # ... and the allocator's settings
         self._limit = 0  # ... and the one there is, in bytes
+        self._budget: int | None = None
         self._index = device.index or 0
         if device.type == "cuda" and device.index is None:
             self._index = torch.cuda.current_device()
@@ -58,6 +62,7 @@ class Cap:
 
     def put(self, budget: int) -> None:
         """Reserve no more than that from now on."""
+        self._budget = budget
         if self._device.type != "cuda" or self._before is not None or budget < _SMALLEST:
             return
         total = torch.cuda.get_device_properties(self._device).total_memory
@@ -92,7 +97,11 @@ class Cap:
         """Whether memory is given in pages from now on: then nothing is lost to fragments."""
         if giver is None:
             self._giver = None
-        elif self._before is not None and self._giver is None and giver.use_pages(self._index):
+            return False
+        if self._before is None or self._giver is not None:
+            return self.paged
+        # Steps are laid out within the budget also where nothing else holds them to it.
+        if giver.use_pages(self._index, lambda: self._budget):
             self._giver = giver
         return self.paged
 
@@ -102,9 +111,9 @@ class Cap:
         return self._giver is not None
 
     def guard(self, most: int, sound: Callable[[], bool]) -> bool:
-        """Whether `sound` is called where a step is none like the one at hand, from the next one on.
+        """Whether `sound` is called where a step holds nearly `most`, or is about to.
 
-        Or where it comes near to holding `most`; until it returns True.
+        From the next step on, until it returns True.
         """
         if self._giver is None:
             return False
@@ -115,6 +124,10 @@ class Cap:
         """Nobody is called."""
         if self._giver is not None:
             self._giver.dismiss_guard()
+
+    def guarded(self) -> int:
+        """Bytes that the step so far has held at most, as far as it is guarded."""
+        return self._giver.guarded() if self._giver is not None else 0
 
     def clear(self, count: int) -> None:
         """Give back what is cached, unless so many bytes can be had besides."""

@@ -1,7 +1,6 @@
 """Training under a budget with no plan: every op is seen, and room is made before it runs."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch.optim import Optimizer
@@ -152,6 +151,18 @@ class Dynamic:
         self.idle.optimizers.forget()
         self.room.forget()
         self.ledger.new_graphs()
+
+    def is_settled(self) -> bool:
+        """Whether steps are made as they are going to be from now on."""
+        if self._mode is None:
+            return True
+        return self.planned is not None and self.planned.is_settled()
+
+    def shrink(self, less: int, slower: float) -> bool:
+        """Hold so much less, and take at most `slower` times as long. False: that cannot be."""
+        if self.planned is None or self._mode is None:
+            return False
+        return self.planned.shrink(less, slower)
 
     def mark(self) -> None:
         """The step is over."""

@@ -3,6 +3,7 @@
 from lowtide._runtime.delta.ledger import Ledger
 
 _LOOSE = 0.9  # of the budget: a step that would hold less without lowtide is not watched
+_NEARLY = 0.97  # ... where one that comes to hold more is noticed in time
 _LOOSE_STEPS = 2  # in a row, until then
 
 
@@ -61,10 +62,15 @@ class Tally:
         """Whether the step that ends was none like the one that is known."""
         return self._shape != self._known_shape
 
-    def watched(self, ledger: Ledger, budget: int | None) -> bool:
-        """A step that was watched ends: whether those to come need not be."""
-        loose = budget is not None and ledger.plain_peak <= _LOOSE * budget and not ledger.away
-        loose = loose and not self.is_another() and not self.in_pieces  # which may need more
+    def watched(self, ledger: Ledger, budget: int | None, *, guarded: bool = False) -> bool:
+        """A step that was watched ends: whether those to come need not be.
+
+        They have to be alike, unless they are `guarded`: then one that holds more is noticed.
+        """
+        share = _NEARLY if guarded else _LOOSE
+        loose = budget is not None and ledger.plain_peak <= share * budget and not ledger.away
+        loose = loose and not self.in_pieces  # as a whole it may need more
+        loose = loose and (guarded or not self.is_another())
         self._known_shape, self._known_bytes = self._shape, self._bytes
         self.known_rows = self._rows
         self.known_peak = ledger.peak

@@ -48,7 +48,10 @@ class Watching:
         if not self._tally.saves:
             return False  # an evaluation
         self.has_trained = True
-        loose = self._tally.watched(ledger, budget)
+        guarded = self._cap.paged
+        loose = self._tally.watched(ledger, budget, guarded=guarded)
+        if guarded and budget is not None:
+            loose = loose and self._cap.reserved() <= budget
         if budget is not None and (planned is None or not planned.following.scripts):
             self._room.margin = self._cap.margin(budget)  # a plan was made for the one there was
         return (loose and is_calm()) or self._has_nothing_to_do()
@@ -71,7 +74,7 @@ class Watching:
 
         `told`: somebody was, of what it saved.
         """
-        self.peaks.append(self._tally.known_peak)
+        self.peaks.append((0 if told else self._cap.guarded()) or self._tally.known_peak)
         return told and self._tally.is_another()
 
     def guess(self) -> None:

@@ -12,23 +12,31 @@ from lowtide._trace.saves import Hooks
 _RAW, _SAVED, _PYTHONS = "_raw_saved_", "_saved_", "saved_tensors"
 
 
-def hook_graph(root: Node, hooks: Hooks) -> None:
-    """Pack what is saved in the graph that ends with that node, as far as Python can reach it.
+class Late:
+    """Hooks what is saved in graphs, each node once."""
 
-    What was modified in place since it was saved stays as it is, so that PyTorch itself raises; so
-    do leaves, which are handed back themselves, and what has hooks already.
-    """
-    nodes, known = [root], {root}
-    with quiet():
-        while nodes:
-            node = nodes.pop()
-            for raw, saved in _names(type(node)):
-                with suppress(RuntimeError):  # modified, given back already, or with other hooks
-                    _hook(getattr(node, raw), getattr(node, saved), hooks)
-            for before, _ in node.next_functions:
-                if before is not None and before not in known:
-                    known.add(before)
-                    nodes.append(before)
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._known: set[int] = set()  # nodes' numbers: to refer to a node would keep its tensors
+
+    def hook(self, root: Node) -> None:
+        """Pack what is saved in the graph that ends with that node, as far as Python can reach it.
+
+        What was modified in place since it was saved stays as it is, so that PyTorch itself raises;
+        so do leaves, which are handed back themselves, and what has hooks already.
+        """
+        nodes = [root]
+        with quiet():
+            while nodes:
+                node = nodes.pop()
+                number = node._sequence_nr()
+                if number in self._known:
+                    continue
+                self._known.add(number)
+                for raw, saved in _names(type(node)):
+                    with suppress(RuntimeError):  # modified, given back already, or hooked
+                        _hook(getattr(node, raw), getattr(node, saved), self._hooks)
+                nodes.extend(before for before, _ in node.next_functions if before is not None)
 
 
 @cache

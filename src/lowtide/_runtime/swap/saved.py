@@ -109,7 +109,7 @@ class Saved:
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
         self.own_seconds = 0.0  # that saving and asking took in Python
-        self.found: Callable[[Node], None] | None = None  # told once, of who made what is saved
+        self.found: Callable[[Node], None] | None = None  # told of who made what is saved
 
     def watch(
         self,
@@ -162,8 +162,7 @@ class Saved:
         alias = tensor
         node = tensor.grad_fn
         if node is not None and self.found is not None:
-            found, self.found = self.found, None
-            found(node)
+            self.found(node)
         if node is not None or not (tensor.requires_grad or tensor.__dict__):
             with quiet(tensor):
                 alias = tensor.detach()
