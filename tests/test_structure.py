@@ -51,6 +51,7 @@ USES_TORCH = (
             "driver",
             "file_tier",
             "guests",
+            "late",
             "native_saves",
             "observe",
             "optimizers",
@@ -67,6 +68,7 @@ USES_TORCH = (
     | {
         f"_runtime/delta/{name}.py"
         for name in [
+            "asleep",
             "cap",
             "cell",
             "costs",

@@ -31,11 +31,8 @@ class Giver:
     def pages_of(self, count: int) -> int:
         return -(-count // 10) + 1
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
         self.guards = most
-
-    def dismiss_guard(self) -> None:
-        self.guards = 0
 
     def guarded(self) -> int:
         return 7

@@ -297,18 +297,14 @@ class Guarded:
     def pages_of(self, count: int) -> int:
         return 1
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
         def called(_: object) -> int:
-            listened = sound()
+            listened = sound is not None and sound()
             self.heard += listened
             return int(listened)
 
-        self.most, self._called = most, _SOUND(called)
+        self.most, self._called = most, _SOUND() if sound is None else _SOUND(called)
         _library().watch(most, self._called)
 
     def guarded(self) -> int:
         return int(_library().guarded())
-
-    def dismiss_guard(self) -> None:
-        self.most = 0
-        _library().watch(0, _SOUND())

@@ -185,19 +185,17 @@ class Core:
         """Back to PASS; plans are dropped and arenas go with their last blocks."""
         self._library.lowtide_pool_stop(self._handle)
 
-    def guard(self, device: int, stream: int, most: int, sound: Callable[[], bool]) -> None:
+    def guard(self, device: int, stream: int, most: int, sound: Callable[[], bool] | None) -> None:
         """Have `sound` called, from the next mark on, where a step comes to hold more than before.
 
         That is: as this thread makes a block by which the device's arenas come near to holding
-        `most`, or one that announces it; each time until it returns True.
+        `most`, or one that announces it; each time until it returns True. None: nobody is called.
         """
-        called = _SOUND(lambda _: _heard(sound))
-        self._told = [*self._told[-1:], called]
+        called = _SOUND()
+        if sound is not None:
+            called = _SOUND(lambda _: _heard(sound))
+            self._told = [*self._told[-1:], called]
         self._library.lowtide_pool_guard(self._handle, device, stream or None, most, called, None)
-
-    def dismiss_guard(self) -> None:
-        """Nobody is called."""
-        self._library.lowtide_pool_guard(self._handle, 0, None, 0, _SOUND(), None)
 
     def guarded(self) -> int:
         """What the guarded device's arenas have held at most in the step so far."""

@@ -137,14 +137,10 @@ class CudaPlace:
         more = self.page_room(device) - self.core.count(device).page_bytes
         return (self.core.free_pages(device) + max(0, more)) // _PAGE
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
-        """Call `sound` where a step holds nearly `most`, or is about to."""
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
+        """Call `sound` where a step holds nearly `most`, or is about to; None: nobody is called."""
         stream = torch.cuda.current_stream(device).cuda_stream
         self.core.guard(device, stream, most, sound)
-
-    def dismiss_guard(self) -> None:
-        """Call nobody."""
-        self.core.dismiss_guard()
 
     def guarded(self) -> int:
         """Bytes that the step so far has held at most, as far as it is guarded."""

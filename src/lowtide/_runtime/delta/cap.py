@@ -26,11 +26,8 @@ class Giver(Protocol):
     def pages_of(self, count: int) -> int:
         """That a block of so many bytes may need."""
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool]) -> None:
-        """Call `sound` where a step holds nearly `most`, or is about to."""
-
-    def dismiss_guard(self) -> None:
-        """Call nobody."""
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
+        """Call `sound` where a step holds nearly `most`, or is about to; None: nobody is called."""
 
     def guarded(self) -> int:
         """Bytes that the step so far has held at most, as far as it is guarded."""
@@ -123,7 +120,7 @@ class Cap:
     def dismiss_guard(self) -> None:
         """Nobody is called."""
         if self._giver is not None:
-            self._giver.dismiss_guard()
+            self._giver.guard(self._index, 0, None)
 
     def guarded(self) -> int:
         """Bytes that the step so far has held at most, as far as it is guarded."""
