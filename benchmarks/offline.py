@@ -103,11 +103,11 @@ def plan(
 def bound(trace: str, share: float) -> float:
     """The overhead that no plan that recomputes can do without."""
     from lowtide._analyze.load import find_peak
-    from lowtide._policy.bound import least_recompute_seconds
+    from lowtide._policy.bound import least_extra_seconds
     from lowtide._trace.file import load_trace
 
     step = load_trace(Path(trace))
-    least = least_recompute_seconds(step, int(share * find_peak(step).bytes))
+    least = least_extra_seconds(step, int(share * find_peak(step).bytes))
     return least / sum(op.seconds for op in step.ops)
 
 
