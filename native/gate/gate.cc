@@ -31,59 +31,21 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "form.h"
+#include "known.h"
 #include "python.h"
 #include "tape.h"
+#include "tell.h"
 
+namespace lowtide {
 namespace {
 
 using namespace c10;  // as in PyTorch's header, from which the forwards are made
 using namespace c10::impl;
 
-enum Kind : int {
-  kUnknown = 0,
-  kView = 1,
-  kPlain = 2,
-  kWriter = 3,
-  kRandom = 4,
-  kStatistics = 5,
-  kWritten = 6,
-  kWrittenRandom = 7,
-  kWrittenWriter = 8
-};
-
-namespace tape = lowtide::tape;
-using lowtide::Locked;
-using Form = lowtide::Form;
-
-struct Known {
-  Kind kind = kUnknown;
-  std::uint64_t writes = 0;  // to which of its arguments, a bit for each
-};
-
-// Never destroyed: ops may still run when the process ends.
-std::shared_mutex guard;  // of the tables below, and the id
-auto& kinds = *new std::unordered_map<c10::OperatorHandle, Known>;
-auto& written_down = *new std::vector<std::uint64_t>;  // a bit for each op of a step
-// By the op's number, the latest last: steps of several kinds may take turns.
-auto& forms = *new std::unordered_map<std::int64_t, std::vector<std::shared_ptr<const Form>>>;
-constexpr std::size_t kMostForms = 8;  // of one number
-
-struct Offer {
-  std::int64_t number = -1;
-  std::optional<Form> form;
-  std::int64_t known = 0;  // its id, if it has one
-};
-thread_local Offer offer;  // of the op that Python sees now
-
-std::int64_t last_form = 0;  // its id
-
-std::atomic<PyObject*> recorder{nullptr};  // told of ops whose form is known; Python's to change
 std::atomic<PyObject*> mode{nullptr};  // the one that would see ops; none: the gate is shut
 std::atomic<bool> writes_pass{false};
 // Dictionaries by storage: who writes to one of them is of interest. None: whoever writes. Python's to
@@ -134,7 +96,7 @@ class Gate final : public PyInterpreterVTable {
  private:
   bool passes(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     if (!is_open()) return false;
-    offer.number = -1;
+    offer_nothing();
     const Known known = interest(op);
     const Kind kind = known.kind;
     if (kind == kUnknown) return false;
@@ -164,7 +126,7 @@ class Gate final : public PyInterpreterVTable {
     c10::SmallVector<void*, 8> storages;
     for (std::size_t i = 0; i < count; ++i) {
       if (!(writes >> i & 1)) continue;
-      lowtide::each_tensor(stack[stack.size() - count + i], [&](const at::Tensor& tensor) {
+      each_tensor(stack[stack.size() - count + i], [&](const at::Tensor& tensor) {
         if (tensor.has_storage()) storages.push_back(tensor.storage().unsafeGetStorageImpl());
       });
     }
@@ -172,7 +134,7 @@ class Gate final : public PyInterpreterVTable {
     bool elsewhere = true;
     for (void* const storage : storages) {
       if (tape::is_on() && !tape::about_to_write(static_cast<c10::StorageImpl*>(storage)))
-        raise_soon(recorder.load());
+        raise_soon();
       PyObject* const key = PyLong_FromVoidPtr(storage);
       for (const auto& table : watched) {
         PyObject* const known = table.load(std::memory_order_acquire);
@@ -192,7 +154,7 @@ class Gate final : public PyInterpreterVTable {
     for (const c10::IValue* given = first; given != first + count; ++given) {
       if (given->isGenerator()) return std::nullopt;
       if (given->isDevice()) asked = given->toDevice();
-      lowtide::each_tensor(*given, [&](const at::Tensor& tensor) {
+      each_tensor(*given, [&](const at::Tensor& tensor) {
         if (!device || device->is_cpu()) device = tensor.device();
       });
     }
@@ -234,7 +196,7 @@ class Gate final : public PyInterpreterVTable {
     if (form == nullptr) return false;
     const std::vector<c10::IValue> given(first, first + count);
     if (!run(op, stack, count, random.defined() ? kRandom : kPlain)) return false;
-    tell(*form, number, given, *stack, op.schema().returns().size(), random);
+    tell(op, *form, number, given, *stack, random);
     return true;
   }
 
@@ -246,7 +208,7 @@ class Gate final : public PyInterpreterVTable {
     const c10::IValue* const first = stack->data() + (stack->size() - count);
     const std::shared_ptr<const Form> form = form_or_offer(op, number, first, count);
     if (form == nullptr) return false;
-    offer = {number, std::nullopt, form->id};
+    offer_known(number, *form);
     const std::vector<c10::IValue> given(first, first + count);
     {
       const Locked lock;
@@ -254,106 +216,8 @@ class Gate final : public PyInterpreterVTable {
     }
     if (!writes_elsewhere(*stack, count, writes) || !tape::is_on()) return false;
     if (!run(op, stack, count, kWriter)) return false;
-    tell(*form, number, given, *stack, op.schema().returns().size(), {});
+    tell(op, *form, number, given, *stack, {});
     return true;
-  }
-
-  // None, and Python may keep the one that it has: it is not known yet.
-  static std::shared_ptr<const Form> form_or_offer(const c10::OperatorHandle& op,
-                                                   std::int64_t number, const c10::IValue* given,
-                                                   std::size_t count) {
-    std::shared_ptr<const Form> form = form_of(op, number, given, count);
-    if (form == nullptr) offer = {number, Form::of(op, given, count)};
-    return form;
-  }
-
-  static std::shared_ptr<const Form> form_of(const c10::OperatorHandle& op, std::int64_t number,
-                                             const c10::IValue* given, std::size_t count) {
-    std::shared_lock lock(guard);
-    const auto found = forms.find(number);
-    if (found == forms.end()) return nullptr;
-    for (auto form = found->second.rbegin(); form != found->second.rend(); ++form)
-      if ((*form)->op() == op && (*form)->fits(given, count)) return *form;
-    return nullptr;
-  }
-
-  // Which storages were read, and which may have been made: with their place among the results.
-  static void tell(const Form& form, std::int64_t number, const std::vector<c10::IValue>& given,
-                   const torch::jit::Stack& stack, std::size_t results, const at::Tensor& random) {
-    if (tape::is_on()) {
-      const Locked lock;
-      if (tape::is_on()) {
-        if (tape::note(form, number, given, stack.data() + (stack.size() - results), results, random))
-          return;
-        if (!tape::hand_over("an op is not as it was")) raise_soon(recorder.load());
-      }
-    }
-    std::vector<c10::Storage> read, made;
-    std::vector<std::int64_t> places;
-    for (const c10::IValue& one : given)
-      lowtide::each_tensor(one, [&](const at::Tensor& tensor) {
-        if (!lowtide::is_wrapped_number(tensor)) read.push_back(tensor.storage());
-      });
-    std::int64_t place = 0;
-    for (std::size_t i = stack.size() - results; i < stack.size(); ++i)
-      lowtide::each_tensor(stack[i], [&](const at::Tensor& tensor) {
-        if (tensor.device() == form.device() && tensor.layout() == c10::kStrided &&
-            tensor.has_storage() && !tensor._is_zerotensor() && !tensor.is_nested()) {
-          made.push_back(tensor.storage());
-          places.push_back(place);
-        }
-        ++place;
-      });
-    const Locked lock;
-    PyObject* const told = recorder.load(std::memory_order_acquire);
-    if (told == nullptr) return;
-    Py_IncRef(told);
-    PyObject* state = random.defined() ? THPVariable_Wrap(random) : &_Py_NoneStruct;
-    if (!random.defined()) Py_IncRef(state);
-    PyObject* const arguments[] = {PyLong_FromLongLong(form.id), PyLong_FromLongLong(number),
-                                   wrapped(read), wrapped(made), numbers(places), state};
-    PyObject* const answer =
-        PyObject_CallFunctionObjArgs(told, arguments[0], arguments[1], arguments[2], arguments[3],
-                                     arguments[4], arguments[5], nullptr);
-    if (answer == nullptr)
-      raise_soon(told);  // the op has run, and is not written down: then it is not made again
-    else
-      Py_DecRef(answer);
-    for (PyObject* const one : arguments) Py_DecRef(one);
-    Py_DecRef(told);
-  }
-
-  // What was raised may be a signal's: it goes on where Python can raise it.
-  static void raise_soon(PyObject* told) {
-    struct Raised {
-      PyObject *kind, *value, *trace;
-    };
-    auto* const raised = new Raised;
-    PyErr_Fetch(&raised->kind, &raised->value, &raised->trace);
-    const auto raise = [](void* given) {
-      auto* const them = static_cast<Raised*>(given);
-      PyErr_Restore(them->kind, them->value, them->trace);
-      delete them;
-      return -1;
-    };
-    if (Py_AddPendingCall(raise, raised) != 0) {  // there are too many
-      raise(raised);
-      PyErr_WriteUnraisable(told);
-    }
-  }
-
-  static PyObject* wrapped(const std::vector<c10::Storage>& storages) {
-    PyObject* const all = PyTuple_New(static_cast<std::ptrdiff_t>(storages.size()));
-    for (std::size_t i = 0; i < storages.size(); ++i)
-      PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), THPStorage_Wrap(storages[i]));
-    return all;
-  }
-
-  static PyObject* numbers(const std::vector<std::int64_t>& them) {
-    PyObject* const all = PyTuple_New(static_cast<std::ptrdiff_t>(them.size()));
-    for (std::size_t i = 0; i < them.size(); ++i)
-      PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), PyLong_FromLongLong(them[i]));
-    return all;
   }
 
   // For the mode that is active here, and there is no other.
@@ -365,32 +229,30 @@ class Gate final : public PyInterpreterVTable {
     return top->ptr(&top->pyinterpreter()) == ours;
   }
 
+  static void tell(const c10::OperatorHandle& op, const Form& form, std::int64_t number,
+                   const std::vector<c10::IValue>& given, const torch::jit::Stack& stack,
+                   const at::Tensor& random) {
+    const std::size_t count = op.schema().returns().size();
+    lowtide::tell(form, number, given, stack.data() + (stack.size() - count), count, random);
+  }
+
   // What it is, if anybody knows, and what it writes to, if that is of interest.
   static Known interest(const c10::OperatorHandle& op) {
-    std::shared_lock lock(guard);
-    const auto found = kinds.find(op);
-    if (found == kinds.end()) return {};
-    Known known = found->second;
+    Known known = what_is(op, next_number.load(std::memory_order_relaxed));
     if (known.kind == kWriter && writes_pass.load(std::memory_order_relaxed)) known.writes = 0;
     if (known.writes != 0 && watched[0].load(std::memory_order_relaxed) == nullptr) return {};
-    if (known.kind != kView && c10::GradMode::is_enabled()) {
-      const auto number =
-          static_cast<std::uint64_t>(next_number.load(std::memory_order_relaxed));
-      const std::size_t word = number / 64;
-      if (word < written_down.size() && (written_down[word] >> (number % 64) & 1))
-        switch (known.kind) {
-          case kPlain:
-          case kStatistics:  // which nobody makes anything from that is known
-            return {kWritten, known.writes};
-          case kRandom:
-            return {kWrittenRandom};
-          case kWriter:
-            return {kWrittenWriter, known.writes};
-          default:
-            return {};
-        }
+    if (known.kind == kView || !known.is_written_down || !c10::GradMode::is_enabled()) return known;
+    switch (known.kind) {
+      case kPlain:
+      case kStatistics:  // which nobody makes anything from that is known
+        return {kWritten, known.writes};
+      case kRandom:
+        return {kWrittenRandom};
+      case kWriter:
+        return {kWrittenWriter, known.writes};
+      default:
+        return {};
     }
-    return known;
   }
 
   static bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t count,
@@ -428,25 +290,14 @@ class Gate final : public PyInterpreterVTable {
   const PyInterpreterVTable* const real_;
 };
 
-}  // namespace
-
-std::shared_ptr<const lowtide::Form> lowtide::tape::known_form(std::int64_t number,
-                                                               std::int64_t id) {
-  std::shared_lock lock(guard);
-  const auto found = forms.find(number);
-  if (found == forms.end()) return nullptr;
-  for (const auto& form : found->second)
-    if (form->id == id) return form;
-  return nullptr;
-}
-
-namespace {
-
 PyInterpreter* interpreter = nullptr;  // whose table was replaced
 const PyInterpreterVTable* real = nullptr;
 const PyInterpreterVTable* gate = nullptr;
 
 }  // namespace
+}  // namespace lowtide
+
+using namespace lowtide;
 
 extern "C" {
 
@@ -474,46 +325,6 @@ void lowtide_gate_leave() {
 }
 int lowtide_gate_is_there() { return gate != nullptr && interpreter->vtable_ == gate; }
 
-// The ops of a step that are written down, a bit for each.
-void lowtide_gate_write_down(const std::uint64_t* words, std::int64_t count) {
-  std::unique_lock lock(guard);
-  written_down.assign(words, words + count);
-}
-
-// Whom to tell of ops that are written down and whose form is known, or nobody: something to call
-// with the form's id, the op's number, the storages it read, those it may have made, where among the
-// results the latter are, and the state of the generator if it draws. Python keeps it until there is
-// another.
-void lowtide_gate_record_by(void* told) {
-  recorder.store(static_cast<PyObject*>(told), std::memory_order_release);
-}
-
-// The op that Python has just seen in this thread, by that number, is the same the next time it
-// looks the same. The id of its form, or 0: it cannot be compared.
-std::int64_t lowtide_gate_keep(std::int64_t number) {
-  if (offer.number == number && offer.known != 0) return offer.known;
-  if (offer.number != number || !offer.form) return 0;
-  auto form = std::make_shared<Form>(std::move(*offer.form));
-  offer = {};
-  std::unique_lock lock(guard);
-  form->id = ++last_form;
-  auto& known = forms[number];
-  if (known.size() == kMostForms) known.erase(known.begin());
-  known.push_back(std::move(form));
-  return last_form;
-}
-
-// The id of the form of the op that Python sees now in this thread, by that number, if it is known.
-std::int64_t lowtide_gate_known(std::int64_t number) {
-  return offer.number == number ? offer.known : 0;
-}
-
-// Nobody knows what an op looked like.
-void lowtide_gate_forget() {
-  std::unique_lock lock(guard);
-  forms.clear();
-}
-
 // Whether ops that write are of no interest either, from now on.
 void lowtide_gate_let_write(int pass) { writes_pass.store(pass != 0); }
 
@@ -522,18 +333,6 @@ void lowtide_gate_let_write(int pass) { writes_pass.store(pass != 0); }
 void lowtide_gate_watch(void* some, void* others) {
   watched[1].store(static_cast<PyObject*>(others), std::memory_order_release);
   watched[0].store(static_cast<PyObject*>(some), std::memory_order_release);
-}
-
-// What an op does: shows what it is given (1), makes something new (2), writes to what it is given, so
-// that it cannot be run again if it fails (3), makes something new with random numbers (4), or makes
-// something new and moves statistics along (5). `writes` has a bit for each argument that it writes to.
-// False: there is no such op.
-int lowtide_gate_know(const char* name, const char* overload, int kind, std::uint64_t writes) {
-  const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!found) return 0;
-  std::unique_lock lock(guard);
-  kinds[*found] = {static_cast<Kind>(kind), writes};
-  return 1;
 }
 
 // The number of the next op that makes or writes something where there are gradients.

@@ -60,6 +60,8 @@ struct Program {
   c10::Device device{c10::kCPU};
 };
 
+inline auto& program = *new Program;  // of the tape at hand; never destroyed: as the saves
+
 // Throws where the words are none, or a form is not known.
 Program read_program(const std::int64_t* words, std::int64_t count);
 

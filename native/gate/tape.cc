@@ -1,44 +1,24 @@
 #include "tape.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
 #include <exception>
 #include <optional>
-#include <stdexcept>
 #include <string>
-#include <unordered_map>
 
 #include "from_state.h"
+#include "kernels.h"
 #include "program.h"
 #include "python.h"
+#include "values.h"
 
 namespace lowtide::tape {
 namespace {
-
-using Impl = c10::StorageImpl;
-using Held = c10::intrusive_ptr<Impl>;
-
-// As it is.
-
-struct Value {
-  const Impl* impl = nullptr;
-  std::optional<c10::weak_intrusive_ptr<Impl>> weak;  // so that no other has its address
-  Held held, temporary;
-  Held empty;  // what has no bytes is always there
-  int holders = 0;
-  int borrowers = 0;  // dropped values that are made from it, where Python sees that it stays
-  int saves = 0;      // tensors kept here
-  bool dropped = false;
-  bool spoilt = false;  // written to since
-  const Instruction* dropped_by = nullptr;
-};
 
 struct Noted {
   bool done = false;
@@ -47,148 +27,20 @@ struct Noted {
   std::vector<bool> holds;
 };
 
-struct Counts {
-  std::int64_t dropped = 0, bytes = 0, refused = 0, calls = 0;
-};
-
 struct Python {
   PyObject* hand_over;  // called with nothing
   PyObject* bring;      // called with a save's number: its bytes are here then
   PyObject* fused;      // called with a kernel's number, storages, and tensors to fill
 };
 
-using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                       void*, void**, void**);
-
-struct Kernels {
-  std::vector<void*> functions;  // null: Python runs it
-  Launch launch = nullptr;
-  std::int64_t threads = 1, each = 1;  // of a block, and how many elements one of them makes
-};
-
 // Never destroyed: as the saves.
 std::atomic<bool> on{false};
 bool owed = false;  // Python is to have all of it, and does not have it yet
 Python python{};
-auto& program = *new Program;
-auto& kernels = *new Kernels;
-auto& values = *new std::vector<Value>;
 auto& noted = *new std::vector<Noted>;
-auto& lying = *new std::unordered_map<const Impl*, std::vector<int>>;  // values by their storages
 auto& late = *new std::vector<const Instruction*>;  // drops that could not be in their time
-auto& temporaries = *new std::vector<int>;
 auto& reason = *new std::string;
-Counts counts;
 std::int64_t steps = 0;  // begun so far
-
-constexpr std::uintptr_t kAligned = 16;
-
-// What is asked of it is not there, or not as it was.
-struct Unlike : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-Held locked(const Value& value) { return value.weak ? value.weak->lock() : Held(); }
-
-bool acquire(int which) {
-  Value& value = values[which];
-  if (value.holders == 0) value.held = locked(value);
-  if (!value.held) return false;
-  ++value.holders;
-  return true;
-}
-
-void come_back(Value& value);
-
-void release(int which) {
-  Value& value = values[which];
-  if (--value.holders > 0) return;
-  const Held last = std::move(value.held);
-  value.held.reset();
-  if (value.saves == 0 && value.dropped) come_back(value);  // nobody wants it any more
-}
-
-// It is dropped no longer: what it is made from need not be held for it.
-void come_back(Value& value) {
-  value.dropped = false;
-  const Instruction& by = *value.dropped_by;
-  value.dropped_by = nullptr;
-  for (const int source : by.sources) release(source);
-  for (const int other : by.others) --values[other].borrowers;
-}
-
-// The bytes of a value that is about to be read.
-Held there(int which) {
-  const Value& value = values[which];
-  if (value.temporary) return value.temporary;
-  if (value.empty) return value.empty;
-  Held found = locked(value);
-  if (!found || value.spoilt || value.dropped ||
-      static_cast<std::int64_t>(found->nbytes()) < program.bytes[which])
-    throw Unlike("a value is not there");
-  return found;
-}
-
-// Whether it has an object in Python that nobody there refers to: it counts as one that refers to it.
-template <typename Slot>
-bool has_lone_object(const Slot* slot) {
-  if constexpr (requires { slot->has_unique_reference(); })
-    return slot->has_unique_reference();
-  else
-    return false;  // before torch 2.10 it did not count
-}
-
-enum class Dropped { kYes, kGone, kRefused, kLater };
-
-Dropped drop(const Instruction& one) {
-  Value& value = values[one.value];
-  const Held bytes = locked(value);
-  if (!bytes || value.dropped || (value.saves == 0 && value.holders == 0)) return Dropped::kGone;
-  if (value.spoilt || !bytes->resizable() ||
-      static_cast<std::int64_t>(bytes->nbytes()) != program.bytes[one.value])
-    return Dropped::kRefused;
-  const auto ours = static_cast<std::size_t>(value.saves) + (value.held ? 1 : 0) +
-      (has_lone_object(bytes->pyobj_slot()) ? 1 : 0) + 1;
-  if (bytes.use_count() > ours) return Dropped::kLater;  // others can reach it
-  for (const int other : one.others)
-    if (values[other].spoilt || !locked(values[other])) return Dropped::kRefused;
-  for (std::size_t i = 0; i < one.sources.size(); ++i) {
-    if (!values[one.sources[i]].spoilt && acquire(one.sources[i])) continue;
-    while (i-- > 0) release(one.sources[i]);
-    return Dropped::kRefused;
-  }
-  for (const int other : one.others) ++values[other].borrowers;
-  bytes->set_data_ptr_noswap(at::DataPtr(nullptr, bytes->device()));
-  bytes->set_nbytes(0);
-  value.dropped = true;
-  value.dropped_by = &one;
-  ++counts.dropped;
-  counts.bytes += program.bytes[one.value];
-  return Dropped::kYes;
-}
-
-// What was made again: where it was before, or at hand for a while.
-void keep(const Made& made, c10::Storage storage) {
-  Value& value = values[made.value];
-  if (!made.home) {
-    value.temporary = Held::reclaim_copy(storage.unsafeGetStorageImpl());
-    temporaries.push_back(made.value);
-    return;
-  }
-  const Held bytes = locked(value);
-  if (!bytes || !value.dropped) return;  // nobody wants it any more
-  if (static_cast<std::int64_t>(storage.nbytes()) != program.bytes[made.value])
-    throw Unlike("what was made again is of another size");
-  Impl* const from = storage.unsafeGetStorageImpl();
-  bytes->set_data_ptr_noswap(from->set_data_ptr(at::DataPtr(nullptr, bytes->device())));
-  from->set_nbytes(0);
-  bytes->set_nbytes(static_cast<std::size_t>(program.bytes[made.value]));
-  come_back(value);
-}
-
-void free_all(const std::vector<int>& them) {
-  for (const int one : them) values[one].temporary.reset();
-}
 
 void run(const Instruction& one) {
   const Op& op = program.ops[static_cast<std::size_t>(one.number)];
@@ -249,31 +101,6 @@ void call_python(PyObject* what, const std::vector<PyObject*>& given) {
   Py_DecRef(said);
 }
 
-void launch(void* function, const Instruction& one, const std::vector<Held>& inputs,
-            const std::vector<at::Tensor>& outputs) {
-  std::vector<std::int64_t> arguments;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const auto address =
-        reinterpret_cast<std::uintptr_t>(inputs[i]->data()) + static_cast<std::uintptr_t>(one.inputs[i].offset);
-    if (one.inputs[i].aligned && address % kAligned != 0) throw Unlike("a value lies elsewhere");
-    arguments.push_back(static_cast<std::int64_t>(address));
-  }
-  for (const at::Tensor& tensor : outputs)
-    arguments.push_back(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.storage().data())));
-  arguments.push_back(0);
-  arguments.push_back(one.count);
-  std::vector<void*> places;
-  for (std::int64_t& argument : arguments) places.push_back(&argument);
-  const std::int64_t block = kernels.threads * kernels.each;
-  const c10::DeviceGuard here(program.device);
-  const c10::impl::VirtualGuardImpl streams(program.device.type());
-  void* const stream = streams.getStream(program.device).native_handle();
-  const int error = kernels.launch(
-      function, static_cast<unsigned>((one.count + block - 1) / block), 1, 1,
-      static_cast<unsigned>(kernels.threads), 1, 1, 0, stream, places.data(), nullptr);
-  if (error != 0) throw Unlike("a kernel could not be launched");
-}
-
 void run_fused(const Instruction& one) {
   std::vector<Held> inputs;
   for (const Input& input : one.inputs) inputs.push_back(there(input.value));
@@ -282,9 +109,8 @@ void run_fused(const Instruction& one) {
     outputs.push_back(at::empty({one.count * made.place},  // of so many bytes each
                                 at::TensorOptions(program.device).dtype(at::kByte)));
   }
-  void* const function = kernels.functions[static_cast<std::size_t>(one.number)];
-  if (function != nullptr) {
-    launch(function, one, inputs, outputs);
+  if (is_here(one)) {
+    launch(one, inputs, outputs);
   } else {
     std::vector<PyObject*> read, rows;
     for (const Held& input : inputs) read.push_back(THPStorage_Wrap(c10::Storage(input)));
@@ -335,21 +161,6 @@ void carry_out(const Instruction& one) {
       one.what == Do::kRun ? run(one) : run_fused(one);
       counts.calls += one.calls;
   }
-}
-
-void forget_temporaries() {
-  for (const int one : temporaries) values[one].temporary.reset();
-  temporaries.clear();
-}
-
-bool binds(int which, const Impl* impl, const c10::Storage& storage) {
-  Value& value = values[which];
-  if (value.impl != nullptr) return value.impl == impl && !value.spoilt;
-  value.impl = impl;
-  value.weak.emplace(storage.getWeakStorageImpl());
-  if (program.bytes[which] == 0) value.empty = locked(value);
-  lying[impl].push_back(which);
-  return true;
 }
 
 bool reads_as_rehearsed(const Op& op, const std::vector<c10::IValue>& given) {
@@ -416,10 +227,8 @@ Op* op_of(const Form& form, std::int64_t number, Noted** seen) {
 
 void clear() {
   late.clear();
-  temporaries.clear();
-  lying.clear();
   noted.clear();
-  values.clear();
+  begin_values(0);
 }
 
 }  // namespace
@@ -475,10 +284,7 @@ bool saved(int value, const c10::StorageImpl* storage) {
   return true;
 }
 
-void unsaved(int which) {
-  Value& value = values[which];
-  if (--value.saves == 0 && value.holders == 0 && value.dropped) come_back(value);
-}
+void unsaved(int value) { unsave(value); }
 
 void asked(int value) {
   late.erase(std::remove_if(late.begin(), late.end(),
@@ -497,12 +303,9 @@ bool happen(std::int64_t event) {
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
   const c10::NoGradGuard no_grad;
   const c10::InferenceMode no_inference(false);
-  std::vector<int> outer;  // of an event in the midst of which this one happens
-  outer.swap(temporaries);
+  std::vector<int> outer = begin_temporaries();
   const auto end = [&] {
-    if (!on) return;
-    forget_temporaries();
-    outer.swap(temporaries);
+    if (on) end_temporaries(std::move(outer));
   };
   try {
     std::vector<const Instruction*> again;
@@ -564,7 +367,7 @@ void lowtide_tape_begin() {
   clear();
   owed = false;
   ++steps;
-  values.resize(program.bytes.size());
+  begin_values(program.bytes.size());
   noted.resize(program.ops.size());
   on = true;
 }
@@ -581,9 +384,7 @@ int lowtide_tape_is_known() { return is_known(); }
 int lowtide_tape_is_owed() { return owed; }
 // Whether nothing is dropped or held for something that is.
 int lowtide_tape_is_idle() {
-  return std::all_of(values.begin(), values.end(), [](const Value& one) {
-    return !one.dropped && one.holders == 0 && one.saves == 0;
-  });
+  return std::all_of(values.begin(), values.end(), is_idle);
 }
 int lowtide_tape_happen(std::int64_t event) { return happen(event); }
 int lowtide_tape_hand_over() { return hand_over("Python has asked for it"); }
