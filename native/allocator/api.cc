@@ -26,9 +26,9 @@ int32_t lowtide_pool_touch(lowtide_pool *pool, void *block, int32_t device, void
 
 void lowtide_pool_pause(lowtide_pool *pool, int32_t paused) { pool->pool.pause(paused != 0); }
 
-void lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
-                        int32_t (*sound)(void *context), void *context) {
-  pool->pool.set_guard({device, stream}, most, sound, context);
+int32_t lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
+                           int32_t (*sound)(void *context), void *context) {
+  return pool->pool.set_guard({device, stream}, most, sound, context);
 }
 
 int64_t lowtide_pool_guarded(lowtide_pool *pool) { return pool->pool.guarded(); }

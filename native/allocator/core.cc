@@ -282,12 +282,11 @@ Pool::Place Pool::touch(void *pointer, Stream stream) {
   return held_.count(pointer) ? Place::kBackend : Place::kNowhere;
 }
 
-void Pool::set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context) {
+bool Pool::set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context) {
   Lock lock(mutex_);
-  if (sound)
-    guard_.begin(lane_of(stream), most, sound, context);
-  else
-    guard_.rest();
+  if (sound || most > 0) return guard_.begin(lane_of(stream), most, sound, context);
+  guard_.rest();
+  return true;
 }
 
 int64_t Pool::guarded() {

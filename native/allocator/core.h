@@ -44,7 +44,7 @@ class Pool {
   Place free(void *block, Receipt *receipt = nullptr);
   Place touch(void *block, Stream stream);
 
-  void set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context);
+  bool set_guard(Stream stream, int64_t most, Guard::Sound sound, void *context);
   int64_t guarded();
   int32_t mark(lowtide_pool_lane *lanes, int32_t room);
   int64_t step(int32_t lane, int32_t back, int64_t room, int64_t *sizes, int64_t *made,

@@ -13,16 +13,17 @@ namespace lowtide {
 // Rings when bytes held come near to `most`; that is late.  So it rings as well at a large block that
 // announces it: larger than any at its place in the steps before, by so much that the peak would be
 // above with it if all that a step makes were.  Small blocks come and go with what a program prints or
-// counts: they have no place.  What is known is of steps that did not come near, whether anybody
-// listened or not.
+// counts: they have no place.  What is known is of steps that did not come near, whether anybody heard
+// or not; as long as there was none to listen to, of the last one that was only counted.
 class Guard {
  public:
   using Sound = int32_t (*)(void *context);
 
   static constexpr int64_t kLarge = 1 << 20;
 
-  // Steps of the lane are listened to, as far as this thread makes them, from the next one on.
-  void begin(int32_t lane, int64_t most, Sound to, void *with) {
+  // Steps of the lane are listened to, as far as this thread makes them, from the next one on; without
+  // a sound they are only counted.  False: no whole one is known by then, so it would ring late.
+  bool begin(int32_t lane, int64_t most, Sound to, void *with) {
     if (lane != lane_) *this = {};
     sound = to;
     context = with;
@@ -31,6 +32,7 @@ class Guard {
     listens_ = false;
     thread_ = std::this_thread::get_id();
     limit();
+    return ended_ > 0;  // of the first, only the end was seen
   }
 
   void rest() { sound = nullptr; }
@@ -38,12 +40,16 @@ class Guard {
   // The lane's step has ended, of blocks of these sizes.
   void end_step(int32_t lane, const std::vector<int64_t> &sizes) {
     if (lane != lane_) return;
-    if (ended_ == 1) large_.clear();  // that step was watched: some of its blocks were not the program's
-    if (held_ <= limit_) learn(sizes);
+    if (listens_ ? held_ <= limit_ : !listened_) {
+      if (!listened_) large_.clear(), peak_ = 0;  // counted ones are watched: some blocks are lowtide's
+      listened_ = listens_;
+      learn(sizes);
+    }
     next_ = 0;
     held_ = first_ = 0;
+    ++ended_;
+    if (!listens_ || ended_ == 2) limit();
     listens_ = true;
-    if (++ended_ == 2) limit();
   }
 
   // Whether the block at hand is to be told of; the device's arenas will hold so many bytes with it.
@@ -88,11 +94,10 @@ class Guard {
     if (ended_ > 1 && most_ > peak_) limit_ = most_ - std::min((most_ - peak_) / 2, 2 * largest_);
   }
 
-  // Whether the peak would be above if all that a step makes were so much larger.  It is not known
-  // before a whole step has been seen.
+  // Whether the peak would be above if all that a step makes were so much larger.
   bool above(int64_t bytes, int64_t known) const {
     if (known == 0) return true;
-    if (ended_ < 2) return bytes > largest_;
+    if (!listened_) return bytes > largest_;
     const double times = static_cast<double>(bytes) / static_cast<double>(known);
     return static_cast<double>(stays_) + times * static_cast<double>(peak_ - stays_) >
            static_cast<double>(most_);
@@ -106,6 +111,7 @@ class Guard {
   int64_t first_ = 0, held_ = 0;  // ... when this one began, and at most since then
   int64_t ended_ = 0;           // steps; of the first, only the end is known of what it held
   bool listens_ = false;
+  bool listened_ = false;       // to the steps that are known
   std::vector<int64_t> large_;  // by place, the largest block of all steps
   int64_t largest_ = 0;
   size_t next_ = 0;

@@ -119,9 +119,10 @@ void lowtide_pool_pause(lowtide_pool *pool, int32_t paused);
 // Somebody is told, by `sound`, when this thread makes a block by which the device's arenas come near
 // to holding `most`, or one that announces it (`guard.h`), from the next mark on.  `sound` is called
 // once the block has been had, without the lock: it may call the pool.  Until it returns something
-// else than 0 it is told of every such block.  NULL: nobody is told.
-void lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
-                        int32_t (*sound)(void *context), void *context);
+// else than 0 it is told of every such block.  NULL: nobody is told; with something to hold, steps are
+// counted all the same.  0: no whole step is known by then, so it may be told too late.
+int32_t lowtide_pool_guard(lowtide_pool *pool, int32_t device, void *stream, int64_t most,
+                           int32_t (*sound)(void *context), void *context);
 // What the arenas of its device have held at most in the step so far, seen from that stream.
 int64_t lowtide_pool_guarded(lowtide_pool *pool);
 

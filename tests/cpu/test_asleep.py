@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import CDLL
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +13,15 @@ import torch
 from tides import planned_of
 from tight import Bits, Guarded, bits_of, counting, find_difference
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.swap.late import Late
+from lowtide._runtime.swap.quiet import quiet
 
 pytestmark = pytest.mark.usefixtures("plans_at_once", "unguarded")
 
@@ -101,11 +104,13 @@ class Training:
 
 
 @contextmanager
-def asleep(budget: int = BUDGET) -> Iterator[tuple[Training, CDLL, Dynamic, Guarded]]:
+def asleep(
+    model: Callable[[], Row] = Row, budget: int = BUDGET
+) -> Iterator[tuple[Training, CDLL, Dynamic, Guarded]]:
     """In the middle of a run that nobody need watch, and of whose saves nobody is told."""
     gc.collect()
     with counting() as counter:
-        training, guarded = Training(), Guarded()
+        training, guarded = Training(model()), Guarded()
         with lowtide.fit(training.model, training.optimizer, budget=budget) as tide:
             assert tide._budgeted is not None and tide._budgeted._dynamic is not None
             dynamic = tide._budgeted._dynamic
@@ -227,7 +232,7 @@ def test_what_is_larger_but_not_saved_wakes_nobody() -> None:
     with asleep() as (training, counter, dynamic, guarded):
 
         def look(*_: object) -> None:
-            torch.ones(BUDGET // 4).max()
+            torch.ones(BUDGET // 16).max()
 
         looking = training.optimizer.register_step_pre_hook(look)
         dynamic.seer.ops = 0
@@ -238,10 +243,182 @@ def test_what_is_larger_but_not_saved_wakes_nobody() -> None:
         assert guarded.heard == 1 and not dynamic.seer.ops
 
 
+def test_where_nobody_hears_of_more_than_the_budget_steps_are_watched_again() -> None:
+    """In backward, say: what it makes is not saved. Programs that do it are told from then on."""
+    with asleep() as (training, counter, dynamic, _):
+
+        def look(*_: object) -> None:
+            torch.ones(BUDGET // 4).max()
+
+        def add_it(_: int, x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad:
+                x.register_hook(look)
+            return x
+
+        training.model.between = add_it
+        training.steps(counter, 1)
+        assert training.peaks[-1] > BUDGET
+        training.model.between = lambda _, x: x
+        assert dynamic._mode is not None
+        training.steps(counter, 8)
+        assert dynamic._mode is None and has_hooks()
+    assert find_difference(training.result(), plainly(9, [ROWS])) is None
+
+
+class Several(torch.autograd.Function):
+    """Many layers, as compilers make one: it has no gradients inside, and saves in the end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        kept = [x]
+        for weight in weights:
+            kept.append(torch.tanh(kept[-1] @ weight.t()))
+        ctx.save_for_backward(*kept, *weights)
+        return kept[-1] * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        saved, grad, found = list(ctx.saved_tensors), grads[0], []
+        half = len(saved) // 2
+        for weight, made, x in zip(saved[half + 1 :], saved[1:], saved, strict=False):
+            found.append((grad * made).t() @ x + weight)
+        return grad * saved[half], *found
+
+
+class Compiled(Row):
+    """The same weights, in three functions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [one.weight for one in self.layers if isinstance(one, nn.Linear)]
+        for some in (weights[:3], weights[3:6], weights[6:]):
+            x = Several.apply(x, *some)  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_what_a_function_makes_inside_is_noticed_before_it_is_saved() -> None:
+    budget = 34 << 20
+    with asleep(Compiled, budget) as (training, counter, _, guarded):
+        with torch.no_grad():  # in which it saves nothing
+            training.model(training.rows[4 * ROWS])
+        before = guarded.heard
+        training.steps(counter, 3, 4 * ROWS)
+        assert (before, guarded.heard) == (0, 1)
+    assert max(training.peaks) <= budget * (1 + TOLERANCE), training.peaks
+    gc.collect()
+    with counting() as counter:
+        other = Training(Compiled())
+        other.steps(counter, 8)
+        other.steps(counter, 3, 4 * ROWS)
+    assert max(other.peaks) > 1.3 * budget
+    assert find_difference(training.result(), other.result()) is None
+
+
+class Normed(nn.Module):
+    """Has statistics, which a second forward would move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.tanh(self.norm(self.linear(x)))
+        return found
+
+
+def test_nobody_asks_for_what_hooks_of_the_programs_have_saved() -> None:
+    """A checkpoint would make all of its part again."""
+
+    def normed() -> Row:
+        row = Row()
+        row.layers[3] = Checkpointed(Normed())
+        return row
+
+    gc.collect()
+    with counting() as counter:
+        plain = Training(normed())
+        plain.steps(counter, 8)
+        plain.model.between = more(6)
+        plain.steps(counter, 3)
+    budget = max(plain.peaks[:8]) + (8 << 20)
+    with asleep(normed, budget) as (training, counter, _, guarded):
+        training.model.between = more(6)
+        training.steps(counter, 3)
+        assert guarded.heard == 1
+    assert max(plain.peaks) > 1.5 * budget
+    assert max(training.peaks) <= budget * (1 + TOLERANCE), training.peaks
+    assert find_difference(training.result(), plain.result()) is None
+    buffers = [bits_of([*one.model.buffers()]) for one in (training, plain)]
+    assert find_difference(*buffers) is None
+
+
+class Cleared(Double):
+    """Whoever looks at what it has saved takes it."""
+
+    clear_saved_tensors_on_access = True
+
+
+def test_what_is_gone_when_it_is_looked_at_is_not_looked_at() -> None:
+    packed: list[torch.Tensor] = []
+    x = torch.randn(5, requires_grad=True)
+    y = Cleared.apply(x.sin()).cos()  # type: ignore[no-untyped-call]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    assert y.grad_fn is not None
+    Late((pack, lambda one: one)).hook(y.grad_fn)
+    y.sum().backward()
+    assert x.grad is not None and len(packed) == 1  # of the cosine: the sine's is a leaf
+
+
+def test_what_cannot_be_packed_stays_as_it_was() -> None:
+    def fails(_: torch.Tensor) -> None:
+        raise RuntimeError("no memory for it")
+
+    def interrupted(_: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    grads: list[torch.Tensor] = []
+    for pack in (None, fails, interrupted):
+        x = torch.ones(3, requires_grad=True)
+        y = (x * 2).sin().exp().sum()
+        if pack is not None and y.grad_fn is not None:
+            with suppress(KeyboardInterrupt):
+                Late((pack, lambda one: one)).hook(y.grad_fn)
+                assert pack is fails
+        y.backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    assert all(torch.equal(grads[0], grad) for grad in grads)
+
+
+def test_a_class_with_dispatching_of_its_own_keeps_that_where_a_mode_is_on() -> None:
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        with quiet(tensor):
+            return tensor.detach()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    two = TwoTensor(torch.ones(4, 4), torch.ones(4, 4)).requires_grad_() * 2
+    y = (x.sin() * two).sum()
+    assert y.grad_fn is not None
+    with Nothing():  # type: ignore[no-untyped-call]
+        Late((pack, lambda one: one)).hook(y.grad_fn)
+    y.backward()
+    assert type(x.grad) is TwoTensor
+
+
 def test_where_memory_goes_in_pages_no_more_they_are_told() -> None:
     with asleep() as (training, counter, dynamic, guarded):
         training.steps(counter, 1)
-        dynamic.cap.use_pages(None)
+        dynamic.use_pages(None)
+        assert has_hooks() and not guarded.most
         training.steps(counter, 2)
         assert has_hooks()
         dynamic.cap._giver = guarded

@@ -31,8 +31,9 @@ class Giver:
     def pages_of(self, count: int) -> int:
         return -(-count // 10) + 1
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> bool:
         self.guards = most
+        return True
 
     def guarded(self) -> int:
         return 7
@@ -100,5 +101,7 @@ def test_a_guard_is_had_only_with_pages(held: Cap) -> None:
     assert not held.guard(70, bool) and not held.guarded()
     held.use_pages(giver)
     assert held.guard(70, bool) and giver.guards == 70 and held.guarded() == 7
+    held.count_steps(80)
+    assert giver.guards == 80
     held.dismiss_guard()
     assert not giver.guards

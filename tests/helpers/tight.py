@@ -192,12 +192,11 @@ static void drop(void* memory) {
   inner->raw_deallocate(memory);
 }
 
-extern "C" void watch(long most, lowtide::Guard::Sound sound) {
+extern "C" bool watch(long most, lowtide::Guard::Sound sound) {
   std::lock_guard<std::mutex> locked(lock);
-  if (sound)
-    guard.begin(0, most, sound, nullptr);
-  else
-    guard.rest();
+  if (sound || most > 0) return guard.begin(0, most, sound, nullptr);
+  guard.rest();
+  return true;
 }
 
 struct Counting : c10::Allocator {
@@ -276,7 +275,7 @@ def _library() -> ctypes.CDLL:
         subprocess.run([*compiler, *flags, str(source), *links], check=True)
         library = ctypes.CDLL(str(built))
     library.held.restype = library.mark.restype = library.guarded.restype = ctypes.c_long
-    library.watch.argtypes = [ctypes.c_long, _SOUND]
+    library.watch.argtypes, library.watch.restype = [ctypes.c_long, _SOUND], ctypes.c_bool
     return library
 
 
@@ -297,14 +296,15 @@ class Guarded:
     def pages_of(self, count: int) -> int:
         return 1
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> bool:
         def called(_: object) -> int:
             listened = sound is not None and sound()
             self.heard += listened
             return int(listened)
 
-        self.most, self._called = most, _SOUND() if sound is None else _SOUND(called)
-        _library().watch(most, self._called)
+        self.most = most if sound is not None else 0
+        self._called = _SOUND() if sound is None else _SOUND(called)
+        return bool(_library().watch(most, self._called))
 
     def guarded(self) -> int:
         return int(_library().guarded())

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -151,6 +152,24 @@ def test_it_rings_where_two_more_blocks_would_not_fit() -> None:
         step(made, *[4 * MIB] * 10)
         step(made, *[4 * MIB] * 10)
         assert rings == [9]  # what came near is not known
+
+
+def test_steps_that_were_counted_are_enough_to_ring_in_time() -> None:
+    # 65 in all, 20 of them last: 82 may be had. 28 that are 3 each are 84
+    sizes = [*[MIB + MIB // 2] * 30, 20 * MIB]
+    with bench() as made:
+        made.host.use_pages(1 << 30)
+        made.place.room = 1 << 30
+        count = partial(made.host.core.guard, 0, 0, 100 * MIB)
+        assert not count(None)
+        step(made, *[9 * MIB] * 10)  # as a watched one that swaps, say
+        assert count(None)
+        step(made, *[9 * MIB] * 11)
+        rings = guarded(made, most=100 * MIB)
+        step(made, *sizes)
+        assert not rings
+        step(made, *[2 * one for one in sizes])
+        assert rings[0] <= 27
 
 
 @pytest.mark.parametrize("paged", [False, True])

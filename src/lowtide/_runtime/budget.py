@@ -346,7 +346,7 @@ class Budgeted:
             with self._saved:
                 self._dynamic.room.make(0)  # what there is may be more than the budget
         with quiet():
-            return self._dynamic.cap.use_pages(place)
+            return self._dynamic.use_pages(place)
 
     def _plan_in_pages(self, place: Giver | None) -> bool:
         """The same where steps go by a plan alone, as soon as they do: the first holds more."""

@@ -116,7 +116,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "free": (_I32, [_PTR, _PTR]),
     "touch": (_I32, [_PTR, _PTR, _I32, _PTR]),
     "pause": (None, [_PTR, _I32]),
-    "guard": (None, [_PTR, _I32, _PTR, _I64, _SOUND, _PTR]),
+    "guard": (_I32, [_PTR, _I32, _PTR, _I64, _SOUND, _PTR]),
     "guarded": (_I64, [_PTR]),
     "mark": (_I32, [_PTR, ctypes.POINTER(_Lane), _I32]),
     "step": (_I64, [_PTR, _I32, _I32, _I64, _ROW, _ROW, _ROW, _ROW, _ROW, _ROW]),
@@ -185,17 +185,20 @@ class Core:
         """Back to PASS; plans are dropped and arenas go with their last blocks."""
         self._library.lowtide_pool_stop(self._handle)
 
-    def guard(self, device: int, stream: int, most: int, sound: Callable[[], bool] | None) -> None:
+    def guard(self, device: int, stream: int, most: int, sound: Callable[[], bool] | None) -> bool:
         """Have `sound` called, from the next mark on, where a step comes to hold more than before.
 
         That is: as this thread makes a block by which the device's arenas come near to holding
-        `most`, or one that announces it; each time until it returns True. None: nobody is called.
+        `most`, or one that announces it; each time until it returns True. None: nobody is called;
+        with something to hold, steps are counted all the same. False: no whole step is known by
+        then, and it may be called too late.
         """
         called = _SOUND()
         if sound is not None:
             called = _SOUND(lambda _: _heard(sound))
             self._told = [*self._told[-1:], called]
-        self._library.lowtide_pool_guard(self._handle, device, stream or None, most, called, None)
+        guard = self._library.lowtide_pool_guard
+        return bool(guard(self._handle, device, stream or None, most, called, None))
 
     def guarded(self) -> int:
         """What the guarded device's arenas have held at most in the step so far."""

@@ -127,20 +127,26 @@ class CudaPlace:
 
         Where it is not held to it by itself, it may take another segment there at any time.
         """
-        outside = torch.cuda.memory_reserved(device) - self.core.count(device).page_bytes
         most = self._most()
         limit = _limit(device) if most is None else min(_limit(device), most - _SEGMENT)
-        return max(0, limit - outside)
+        return max(0, limit - self._outside(device))
+
+    def _outside(self, device: int) -> int:
+        return torch.cuda.memory_reserved(device) - self.core.count(device).page_bytes
 
     def free_pages(self, device: int) -> int:
         """Those that are free, and those that there may still be."""
         more = self.page_room(device) - self.core.count(device).page_bytes
         return (self.core.free_pages(device) + max(0, more)) // _PAGE
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
-        """Call `sound` where a step holds nearly `most`, or is about to; None: nobody is called."""
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> bool:
+        """Call `sound` where a step holds nearly `most`, or is about to.
+
+        None: nobody is called, and steps are counted if there is something to hold. False: no whole
+        step is known yet, and it may be called too late.
+        """
         stream = torch.cuda.current_stream(device).cuda_stream
-        self.core.guard(device, stream, most, sound)
+        return self.core.guard(device, stream, max(0, most - self._outside(device)), sound)
 
     def guarded(self) -> int:
         """Bytes that the step so far has held at most, as far as it is guarded."""

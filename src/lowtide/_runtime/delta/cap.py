@@ -26,8 +26,12 @@ class Giver(Protocol):
     def pages_of(self, count: int) -> int:
         """That a block of so many bytes may need."""
 
-    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> None:
-        """Call `sound` where a step holds nearly `most`, or is about to; None: nobody is called."""
+    def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> bool:
+        """Call `sound` where a step holds nearly `most`, or is about to.
+
+        None: nobody is called, and steps are counted if there is something to hold. False: no whole
+        step is known yet, and it may be called too late.
+        """
 
     def guarded(self) -> int:
         """Bytes that the step so far has held at most, as far as it is guarded."""
@@ -108,14 +112,16 @@ class Cap:
         return self._giver is not None
 
     def guard(self, most: int, sound: Callable[[], bool]) -> bool:
-        """Whether `sound` is called where a step holds nearly `most`, or is about to.
+        """Have `sound` called where a step holds nearly `most`, or is about to.
 
-        From the next step on, until it returns True.
+        From the next step on, until it returns True. False: not surely in time.
         """
-        if self._giver is None:
-            return False
-        self._giver.guard(self._index, most, sound)
-        return True
+        return self._giver is not None and self._giver.guard(self._index, most, sound)
+
+    def count_steps(self, most: int) -> None:
+        """So that one that comes to hold nearly `most` can be told of, some day."""
+        if self._giver is not None:
+            self._giver.guard(self._index, most, None)
 
     def dismiss_guard(self) -> None:
         """Nobody is called."""

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.asleep import Asleep
-from lowtide._runtime.delta.cap import Cap
+from lowtide._runtime.delta.cap import Cap, Giver
 from lowtide._runtime.delta.cell import DeltaCell, Keeper
 from lowtide._runtime.delta.costs import Costs
 from lowtide._runtime.delta.garbage import Garbage
@@ -152,6 +152,12 @@ class Dynamic:
         self.room.forget()
         self.ledger.new_graphs()
 
+    def use_pages(self, giver: Giver | None) -> bool:
+        """Whether memory is given in pages from now on. None: no more, so nobody guards it."""
+        if giver is None:
+            self._asleep.end()
+        return self.cap.use_pages(giver)
+
     def is_settled(self) -> bool:
         """Whether steps are made as they are going to be from now on."""
         if self._mode is None:
@@ -191,8 +197,8 @@ class Dynamic:
             self.idle.mark(by_plan=self.planned is not None and self.planned.mode is Mode.PLANNED)
             if self.planned is not None:
                 self._begin_planned(self.planned)
-            self._asleep.end()
-        elif not self._asleep.begin(self.room.budget):
+            self._asleep.end(self.room.budget)
+        elif not self._asleep.begin(self.room.budget if self.watching.guards() else None):
             self._plain.go_loose()
 
     def _end_planned(self, planned: Planned) -> None:

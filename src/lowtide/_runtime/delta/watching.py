@@ -27,6 +27,7 @@ class Watching:
         self._tally = tally
         self._planned = planned
         self._was_lax = False  # at some time in this step
+        self._overran = False  # once, in a step that was not watched
         self.has_trained = False
         self.peaks: deque[int] = deque(maxlen=_MOST_STEPS)
         self.plain_peak = 0
@@ -48,7 +49,7 @@ class Watching:
         if not self._tally.saves:
             return False  # an evaluation
         self.has_trained = True
-        guarded = self._cap.paged
+        guarded = self.guards()
         loose = self._tally.watched(ledger, budget, guarded=guarded)
         if guarded and budget is not None:
             loose = loose and self._cap.reserved() <= budget
@@ -75,7 +76,23 @@ class Watching:
         `told`: somebody was, of what it saved.
         """
         self.peaks.append((0 if told else self._cap.guarded()) or self._tally.known_peak)
+        if self._has_overrun():
+            self._overran = True
+            return True
         return told and self._tally.is_another()
+
+    def _has_overrun(self) -> bool:
+        budget = self._room.budget
+        if budget is None or not self.guards():
+            return False
+        return max(self._cap.guarded(), self._cap.reserved()) > budget
+
+    def guards(self) -> bool:
+        """Whether the device's allocator notices in time where a step comes to hold more.
+
+        Not what is made in backward, say: such a program has to be watched.
+        """
+        return self._cap.paged and not self._overran
 
     def guess(self) -> None:
         """Ops are not seen: a step that saves more than was known holds more, too."""

@@ -10,14 +10,17 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def quiet(tensor: torch.Tensor | None = None) -> AbstractContextManager[Any]:
+def quiet(
+    tensor: torch.Tensor | None = None, *, classes: bool = False
+) -> AbstractContextManager[Any]:
     """Dispatch modes (a recorder, a counter of the program) off, where there are any.
 
-    A `tensor` that is worked on and may be of a class with dispatching of its own keeps that.
+    A `tensor` that is worked on and may be of a class with dispatching of its own keeps that;
+    `classes`: others that are may be, too.
     """
     if not torch._C._len_torch_dispatch_stack():
         return _NOTHING
-    if tensor is None or type(tensor) in _PLAIN:
+    if not classes and (tensor is None or type(tensor) in _PLAIN):
         return torch._C._DisableTorchDispatch()
     return _disable_current_modes()
 

@@ -109,7 +109,8 @@ class Saved:
         self._depth = 0  # of calls that are inside, of the thread that has the lock
         self._gone: deque[Cell] = deque()  # once for each handle that died
         self.own_seconds = 0.0  # that saving and asking took in Python
-        self.found: Callable[[Node], None] | None = None  # told of who made what is saved
+        # Told of who made what is saved; None: nobody did, as far as is known.
+        self.found: Callable[[Node | None], None] | None = None
 
     def watch(
         self,
@@ -161,7 +162,7 @@ class Saved:
         # A leaf is handed back itself, as PyTorch does: a function may look at what hangs on it.
         alias = tensor
         node = tensor.grad_fn
-        if node is not None and self.found is not None:
+        if self.found is not None:
             self.found(node)
         if node is not None or not (tensor.requires_grad or tensor.__dict__):
             with quiet(tensor):
