@@ -749,7 +749,9 @@ def test_what_leaves_does_not_meet_what_comes_back_just_in_time() -> None:
     trace, link, limit = parse("\n".join(lines) + "\n"), machine(5.0, together=0.7), 70
     problem = problem_of(trace, link)
     chosen = choose(problem, plain_score(problem, "lead", limit), limit).chosen
-    just_in_time = best_within(problem, chosen, limit, paces=[one for one in PACES if not one[1]])
+    just_in_time = best_within(
+        problem, chosen, limit, paces=[one for one in PACES if not one.ahead]
+    )
     ahead = best_within(problem, chosen, limit)
     assert just_in_time.outcome.stall_seconds > 0.4
     assert ahead.outcome.stall_seconds == 0

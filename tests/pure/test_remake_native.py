@@ -17,7 +17,7 @@ from lowtide._ir import Link, Machine, OpIndex, Remake, Swap, Trace, ValueId
 from lowtide._policy import remake_native
 from lowtide._policy.ground import Ground, Runtime
 from lowtide._policy.joint import Task
-from lowtide._policy.remake import _stays, remake
+from lowtide._policy.remake import remake, stays_of
 from lowtide._policy.remake_pass import run_pass
 from lowtide._policy.schedule import schedule
 from lowtide._policy.taste import Stuck, Taste
@@ -93,7 +93,7 @@ class _Both:
 
         def outcome(run: remake_native.Run) -> Found:
             try:
-                return run(ground, limit, taste, weights, most, _stays(ground, swaps), holds)
+                return run(ground, limit, taste, weights, most, stays_of(ground, swaps), holds)
             except Stuck as stuck:
                 return stuck.op, stuck.needed_bytes
 

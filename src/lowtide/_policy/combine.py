@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide._errors import BadInput
-from lowtide._policy.problem import Problem, best_within, choose
+from lowtide._policy.problem import Pace, Problem, best_within, choose
 from lowtide._policy.scores import Scores, aoa, doa, swdoa, vote, wdoa
 
 Weights = tuple[float, float, float, float]  # of DOA, AOA, WDOA, SWDOA
@@ -39,7 +39,7 @@ def tune_weights(problem: Problem, limit: int, *, trials: int = TRIALS, seed: in
     def cost(trial: optuna.Trial) -> float:
         weights = [trial.suggest_float(name, 0.0, 1.0) for name in _NAMES]
         selection = choose(problem, _sum(ranks, weights), limit)
-        tried = best_within(problem, selection.chosen, limit, paces=((1.0, 0.0),), orders=(True,))
+        tried = best_within(problem, selection.chosen, limit, paces=(Pace(1.0),))
         # Over the limit is worse than any wait, and the further the worse.
         excess = max(0, selection.peak_bytes - limit) / max(limit, 1)
         return tried.outcome.seconds + 1e3 * excess * (1.0 + tried.outcome.plain_seconds)

@@ -18,7 +18,7 @@ from lowtide._ir import Kind, Machine, OpIndex, Plan, Remake, Swap, ValueId
 from lowtide._machine.link import seconds as link_seconds
 from lowtide._policy.candidates import Candidate, Reach
 from lowtide._policy.ground import Ground, Runtime
-from lowtide._policy.problem import ONE_PACE, PACES, ROUNDS, Problem, best_within, make_problem
+from lowtide._policy.problem import PACES, ROUNDS, Pace, Problem, best_within, make_problem
 from lowtide._policy.remake import remake
 from lowtide._policy.taste import Taste, Weights
 from lowtide._simulate.remade import Remade, remade
@@ -58,12 +58,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What a trial tries. `swaps` are of the step as it was traced."""
+    """What a trial tries. `swaps` are of the step as it was traced.
+
+    `paces`: they are scheduled at these, one after the other. None: once, at the usual one.
+    """
 
     swaps: tuple[Swap, ...] = ()
     taste: Taste = field(default_factory=Taste)
     weights: Weights | None = None
     holds: frozenset[int] = frozenset()
+    paces: tuple[Pace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +78,16 @@ class Trial:
     swaps: tuple[Swap, ...]
     seconds: float
     peak_bytes: int
+    paces: tuple[Pace, ...] = ()  # at which the swaps were scheduled, if others may be better
 
 
 def attempt(
     task: Task, choice: Choice, most_seconds: float = inf, *, thorough: bool = False
 ) -> Trial | None:
-    """None: it takes longer than `most_seconds`, or more than the limit. Raises `Stuck`."""
+    """None: it takes longer than `most_seconds`, or more than the limit. Raises `Stuck`.
+
+    `thorough`: the best of all paces is looked for.
+    """
     ground = task.ground
     plain = ground.starts[-1]
     drag = 0.0
@@ -108,16 +116,17 @@ def attempt(
         problem,
         _again(problem, step, choice.swaps),
         task.limit,
-        paces=PACES if thorough else ONE_PACE,
-        orders=(True, False) if thorough else (True,),
+        paces=PACES if thorough else (Pace(),),
         rounds=ROUNDS if thorough else 0,
+        known=() if thorough else choice.paces,
     )
     outcome = trial.outcome
     if outcome.peak_bytes > task.limit or outcome.seconds > most_seconds:
         return None
     if task.host_budget is not None and _below(step, trial.swaps) > task.host_budget:
         return None
-    return Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes)
+    paces = trial.paces if thorough or choice.paces else ()
+    return Trial(tuple(remakes), trial.swaps, outcome.seconds, outcome.peak_bytes, paces)
 
 
 def _copying(machine: Machine, ground: Ground, swaps: Sequence[Swap]) -> tuple[float, float]:

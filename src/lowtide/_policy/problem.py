@@ -17,11 +17,20 @@ from lowtide._simulate.outcome import Outcome
 from lowtide._simulate.simulate import Ground, held_bytes, prepare, simulate_on
 
 PLAIN_SCORES = ("doa", "aoa", "wdoa", "swdoa", "vote", "lead")
-Pace = tuple[float, float]  # slack, and how far ahead, in steps: see `schedule`
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a schedule is made (`schedule`); `ahead` is in steps."""
+
+    slack: float = 1.3
+    ahead: float = 0.0
+    fetch_first: bool = True
+
 
 # How much earlier than just in time fetches are tried. Where both directions are busy it is late.
-PACES: tuple[Pace, ...] = ((1.0, 0.0), (1.3, 0.0), (2.0, 0.0), (1.0, 0.05), (1.0, 0.1))
-ONE_PACE: tuple[Pace, ...] = ((1.3, 0.0),)
+_EARLIER = ((1.0, 0.0), (1.3, 0.0), (2.0, 0.0), (1.0, 0.05), (1.0, 0.1))
+PACES = tuple(Pace(*earlier, first) for earlier in _EARLIER for first in (True, False))
 ROUNDS = 4  # of making a schedule again for what it made of the step
 _BEFORE = 0.05  # of a step, that copies out are asked for before their turn
 _ROUNDING = 1e-9
@@ -53,10 +62,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """Swaps, and how they went."""
+    """Swaps, how they went, and the paces they were scheduled at, one for each time."""
 
     swaps: tuple[Swap, ...]
     outcome: Outcome
+    paces: tuple[Pace, ...] = ()
 
 
 def make_problem(
@@ -124,24 +134,25 @@ def best_within(
     limit: int,
     *,
     paces: Sequence[Pace] = PACES,
-    orders: Sequence[bool] = (True, False),
     rounds: int = ROUNDS,
+    known: Sequence[Pace] = (),
 ) -> Trial:
     """The fastest way found to keep `chosen` away so that the load stays within `limit`.
 
     A schedule is made for a step in which nothing waits. Where compute then does, ops come later,
     and copies that seemed to end too late do not: so it is made again, `rounds` times at most, for
-    the step as it came out.
+    the step as it came out. `known`: those paces, for one time after the other, are good.
     """
-    best = _fastest(problem, chosen, limit, paces, orders)
-    for _ in range(rounds):
+    at: list[Sequence[Pace]] = [(pace,) for pace in known] or [paces] * (rounds + 1)
+    best = _fastest(problem, chosen, limit, at[0])
+    for some in at[1:]:
         if best.outcome.stall_seconds <= _WORTH * best.outcome.plain_seconds:
             break
         stage = replace(problem.stage, clock=_as_it_came_out(best.outcome))
-        trial = _fastest(replace(problem, stage=stage), chosen, limit, paces, orders)
+        trial = _fastest(replace(problem, stage=stage), chosen, limit, some)
         if trial.outcome.seconds >= best.outcome.seconds:
             break
-        best = trial
+        best = replace(trial, paces=(*best.paces, *trial.paces))
     return _postponed(problem, best) if rounds else best
 
 
@@ -181,7 +192,7 @@ def _postponed(problem: Problem, trial: Trial) -> Trial:
         same = later.outcome.seconds <= outcome.seconds * (1 + _ROUNDING)
         lower = later.outcome.peak_bytes <= outcome.peak_bytes
         if same and lower and _most_held(problem, some, stepping) <= most:
-            return later
+            return replace(later, paces=trial.paces)
     return trial
 
 
@@ -192,25 +203,20 @@ def _most_held(problem: Problem, swaps: Sequence[Swap], during: npt.NDArray[np.b
 
 
 def _fastest(
-    problem: Problem,
-    chosen: Sequence[Candidate],
-    limit: int,
-    paces: Sequence[Pace],
-    orders: Sequence[bool],
+    problem: Problem, chosen: Sequence[Candidate], limit: int, paces: Sequence[Pace]
 ) -> Trial:
     trials = []
-    for slack, ahead in paces:
-        for fetch_first in orders:
-            swaps = schedule(
-                problem.stage,
-                problem.machine,
-                chosen,
-                limit,
-                slack=slack,
-                ahead=ahead * problem.clock.period,
-                fetch_first=fetch_first,
-            )
-            trials.append(try_swaps(problem, swaps))
+    for pace in paces:
+        swaps = schedule(
+            problem.stage,
+            problem.machine,
+            chosen,
+            limit,
+            slack=pace.slack,
+            ahead=pace.ahead * problem.clock.period,
+            fetch_first=pace.fetch_first,
+        )
+        trials.append(replace(try_swaps(problem, swaps), paces=(pace,)))
     return min(trials, key=lambda trial: trial.outcome.seconds)
 
 

@@ -26,7 +26,7 @@ def remake(
     taste: Taste,
     weights: Weights | None = None,
     most_seconds: float = inf,
-    swaps: Sequence[Swap] = (),
+    swaps: Sequence[Swap] | Stays = (),
     holds: frozenset[int] = frozenset(),
 ) -> tuple[float, list[Remake]] | None:
     """The seconds of what runs again, and what is done; None: more than `most_seconds`.
@@ -35,7 +35,7 @@ def remake(
     again reads it, and is never dropped. Values in `holds` stay beyond their end as long as
     something made from them may have to be made again. Raises `Stuck`.
     """
-    stays = _stays(ground, swaps)
+    stays = swaps if isinstance(swaps, Stays) else stays_of(ground, swaps)
     run = remake_native.load() or run_pass
     while True:
         found = run(ground, limit, taste, weights, most_seconds, stays, holds)
@@ -49,7 +49,7 @@ def remake(
         holds -= useless
 
 
-def _stays(ground: Ground, swaps: Sequence[Swap]) -> Stays:
+def stays_of(ground: Ground, swaps: Sequence[Swap]) -> Stays:
     """What is there when the step begins, and what comes and goes."""
     there = [
         value.before and (value.end > 0 or i in ground.reads[0])

@@ -1,35 +1,40 @@
 """The search for a plan: where it begins, and how it goes on until the time is over.
 
-It begins with passes of a few tastes, and with what the linear programme says (`relax`), for steps
-in which more and more is swapped: hidden behind compute or not, and those first that are dear to
-make again. From the best of these it climbs: the weights of some values in the pass are changed
-(of single ones, of all that ops of one kind make, of a stretch of the step), others are held, swaps
-are left out, added or exchanged, and what is not worse is kept. Every trial is a simulated step.
+It begins with passes of a few tastes; where there is no way without it, more and more leaves of
+what lasts. Then come steps that the linear programme speaks of (`relax`), and those in which more
+and more is swapped: state that has to pass by while its optimizer steps, what is hidden behind
+compute, and what is dear to make again. From the best of these it climbs: the weights of some
+values in the pass are changed (of single ones, of all that ops of one kind make, of a stretch of
+the step), others are held, swaps are left out, added or exchanged, and what is not worse is kept.
+Every trial is a simulated step.
 """
 
 import random
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import log2
 
 import numpy as np
 
 from lowtide._analyze.load import Curve, load_curve
-from lowtide._ir import Rerun, Swap
+from lowtide._ir import Kind, Phase, Rerun, Swap
 from lowtide._policy.candidates import Candidate
 from lowtide._policy.ground import Ground
 from lowtide._policy.joint import Choice, Task, Trial, attempt
 from lowtide._policy.problem import Problem, choose, plain_score
 from lowtide._policy.relax import can_relax, relax
+from lowtide._policy.remake import remake, stays_of
 from lowtide._policy.schedule import schedule
 from lowtide._policy.scores import Scores
 from lowtide._policy.taste import Stuck, Taste, Weights
 from lowtide._simulate.simulate import held_bytes
 
 _LONGEST = 10.0  # times the plain step: what takes longer is no plan
-_GUIDED, _SWAPPED, _TASTED = 0.3, 0.65, 0.8  # of the time, up to which each part may take
+# Of the time, up to which each part may take.
+_GUIDED, _PASSED, _SWAPPED, _TASTED = 0.2, 0.4, 0.55, 0.65
 _TASTES = tuple(
     Taste(cost, size, distance, around)
     for around in (True, False)
@@ -48,8 +53,12 @@ _FEW = (
 )
 _FACTORS = (0.05, 0.25, 0.5, 1.5, 4.0, 20.0)
 _SHARES = (0.25, 0.5, 1.0, 0.1, 0.75, 0.375, 0.05, 0.9, 0.625, 0.175)  # of what is too much
+_MORE = (0.1, 0.14, 0.06, 0.2, 0.03, 0.3)  # of all state, beyond what has to move
+_SHORT = (Taste(0.5, 0.75, 0.25), Taste(distance=0.5))  # where much has to be made again
 _HINTS = ((1e-2, 0.5), (1e-2, 0.02), (1e-4, 0.5))  # what a hint weighs, and from which share on
 _HELD, _EXCHANGED = 0.15, 0.3  # of the trials
+# What is not used in most of the step, before what is.
+_LASTING = ((Kind.STATE,), (Kind.STATE, Kind.GRADIENT))
 _SAME = 1 - 1e-5  # times the seconds of the best: not faster than that
 _MUCH = 1.15  # times the plain step
 _EARLY = 1.3  # times what a copy takes: so much earlier it starts
@@ -83,13 +92,12 @@ class Search:
         if has_solver:
             self._guide((), began + _GUIDED * seconds)
         if self._problem is not None:
+            self._pass_by(self._problem, began + _PASSED * seconds)
             self._swap(self._problem, began + _SWAPPED * seconds, guided=has_solver)
         if self.best is None:
             return None
-        for taste in _TASTES:
-            if time.perf_counter() - began > _TASTED * seconds:
-                break
-            self._try(replace(self._choice, taste=taste))
+        tastes = (replace(self._choice, taste=taste) for taste in _TASTES)
+        self._try_cheapest(self._choice.swaps, tastes, began + _TASTED * seconds)
         self._climb(began + seconds)
         if self._choice.swaps:
             self._try(self._choice, thorough=True)
@@ -112,8 +120,14 @@ class Search:
         problem = self._problem
         if problem is None:
             return
+        values, least = problem.trace.values, 0
+        for kinds in _LASTING:
+            lasting = [one for one in problem.found if values[one.value].kind in kinds]
+            if len(lasting) > least:
+                yield tuple(schedule(problem.stage, problem.machine, lasting, 0))
+            least = len(lasting)
         lasting = [one for one in problem.found if not self._ground.can[one.value]]
-        if 0 < len(lasting) < len(problem.found):
+        if least < len(lasting) < len(problem.found):
             yield tuple(schedule(problem.stage, problem.machine, lasting, 0))
         yield tuple(schedule(problem.stage, problem.machine, problem.found, 0))
 
@@ -134,8 +148,33 @@ class Search:
             moved, least = (sum(sizes[s.value] for s in one.swaps) for one in (found, best))
             if moved > least:
                 return False
-        self._seconds, self.best, self._choice = found.seconds, found, choice
+        self._seconds, self.best = found.seconds, found
+        self._choice = replace(choice, paces=found.paces)
         return True
+
+    def _try_cheapest(self, swaps: Sequence[Swap], choices: Iterable[Choice], until: float) -> None:
+        """Of choices with these swaps the one by which least runs again.
+
+        A pass takes a small part of the time in which a step with swaps is simulated.
+        """
+        if not swaps:
+            for choice in choices:
+                if time.perf_counter() < until:
+                    self._try(choice)
+            return
+        least, best, stays = self._seconds, None, stays_of(self._ground, swaps)
+        for choice in choices:
+            if time.perf_counter() > until:
+                break
+            with suppress(Stuck):
+                found = remake(
+                    *(self._ground, self._task.limit, choice.taste, choice.weights),
+                    *(least, stays, choice.holds),
+                )
+                if found is not None and (best is None or found[0] < least):
+                    least, best = found[0], choice
+        if best is not None:
+            self._try(best)
 
     def _guide(self, swaps: Sequence[Swap], until: float) -> None:
         """Follow what the linear programme says of a step with these swaps."""
@@ -145,20 +184,45 @@ class Search:
         hint = relax(ground, self._load(swaps), self._task.limit, {s.value for s in swaps})
         if hint is None:
             return
+        choices = []
         for weight, least in _HINTS:
             weights = np.ones(len(ground.size))
             weights[[value for value, share in hint.dropped.items() if share > least]] = weight
             holds = frozenset(value for value, share in hint.held.items() if share > least)
-            for taste in dict.fromkeys((self._choice.taste, *_FEW)):
-                if time.perf_counter() > until:
-                    return
-                self._try(Choice(tuple(swaps), taste, weights, holds))
+            choices += [
+                Choice(tuple(swaps), taste, weights, holds)
+                for taste in dict.fromkeys((self._choice.taste, *_FEW))
+            ]
+        self._try_cheapest(swaps, choices, until)
 
     def _load(self, swaps: Sequence[Swap]) -> Curve:
         if not swaps or self._problem is None:
             return load_curve(self._ground.trace)
         sizes = [self._ground.size[swap.value] for swap in swaps]
         return held_bytes(self._problem.ground, swaps, sizes)
+
+    def _pass_by(self, problem: Problem, until: float) -> None:
+        """Where state has to come and go while its optimizer steps, try to move an even part of it.
+
+        No less than that is too much then. With a little more, there is room to copy both ways
+        at once; and what is moved of every piece of the step is what its copies have time for.
+        """
+        needed = _passing_by(problem, self._task.limit)
+        values, ops = problem.trace.values, self._ground.ops
+        idle = (one for one in problem.found if one.until >= ops)
+        lasting = [one for one in idle if values[one.value].kind is Kind.STATE]
+        total = sum(one.bytes for one in lasting)
+        if not 0 < needed <= total:
+            return
+        for more in _MORE:
+            now = time.perf_counter()
+            if now > until or needed / total + more > 1.0:
+                continue
+            picked = _evenly(lasting, needed / total + more)
+            swaps = tuple(_scheduled(problem, picked, self._task.limit))
+            for taste in dict.fromkeys((self._choice.taste, *_SHORT)):
+                if time.perf_counter() < until:
+                    self._try(Choice(swaps, taste), thorough=True)
 
     def _swap(self, problem: Problem, until: float, *, guided: bool) -> None:
         """Try to swap more and more."""
@@ -180,7 +244,7 @@ class Search:
                         continue
                     choice = Choice() if orders is alone else self._choice
                     thorough = orders is alone and within == limit  # as autoswap would
-                    self._try(replace(choice, swaps=swaps), thorough=thorough)
+                    self._try(replace(choice, swaps=swaps, paces=()), thorough=thorough)
                     if guided and orders is beside:
                         self._guide(swaps, min(until, now + (until - now) / 4))
                     elif self.best is None:
@@ -271,6 +335,24 @@ class _Change:
 
 def _scheduled(problem: Problem, picked: Sequence[Candidate], within: int | None) -> list[Swap]:
     return schedule(problem.stage, problem.machine, picked, within, slack=_EARLY)
+
+
+def _passing_by(problem: Problem, limit: int) -> int:
+    """Bytes above the limit while an optimizer steps."""
+    ops = zip(problem.trace.ops, problem.ground.curve.tolist(), strict=True)
+    return max((held for op, held in ops if op.phase is Phase.OPTIMIZER), default=0) - limit
+
+
+def _evenly(found: Sequence[Candidate], part: float) -> list[Candidate]:
+    """So large a part of them, and of every stretch in the order in which they fall idle."""
+    picked: list[Candidate] = []
+    owed = 0.0
+    for one in sorted(found, key=lambda one: one.after):
+        owed += part * one.bytes
+        if one.bytes <= 2 * owed:
+            picked.append(one)
+            owed -= one.bytes
+    return picked
 
 
 def _alike(ground: Ground, values: Iterable[int]) -> list[list[int]]:

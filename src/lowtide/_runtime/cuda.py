@@ -127,8 +127,8 @@ class CudaPlace:
 
         Where it is not held to it by itself, it may take another segment there at any time.
         """
-        most = self._most()
-        limit = _limit(device) if most is None else min(_limit(device), most - _SEGMENT)
+        most, limit = self._most(), _limit(device)
+        limit = limit if most is None else min(limit, most - _SEGMENT)
         return max(0, limit - self._outside(device))
 
     def _outside(self, device: int) -> int:
@@ -140,16 +140,12 @@ class CudaPlace:
         return (self.core.free_pages(device) + max(0, more)) // _PAGE
 
     def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> bool:
-        """Call `sound` where a step holds nearly `most`, or is about to.
-
-        None: nobody is called, and steps are counted if there is something to hold. False: no whole
-        step is known yet, and it may be called too late.
-        """
-        stream = torch.cuda.current_stream(device).cuda_stream
-        return self.core.guard(device, stream, max(0, most - self._outside(device)), sound)
+        """See `cap.Giver`."""
+        stream, most = torch.cuda.current_stream(device).cuda_stream, most - self._outside(device)
+        return self.core.guard(device, stream, max(0, most), sound)
 
     def guarded(self) -> int:
-        """Bytes that the step so far has held at most, as far as it is guarded."""
+        """Likewise."""
         return self.core.guarded()
 
     def pages_of(self, count: int) -> int:
@@ -171,8 +167,7 @@ class CudaPlace:
         try:
             for one in parked:
                 one.storage.resize_(0)
-            done = bool(self._library.lowtide_torch_arena(lane, size))
-            if not done:
+            if not (done := bool(self._library.lowtide_torch_arena(lane, size))):
                 self.missing = self._missing(size, device)
         finally:
             with torch.cuda.device(device):
@@ -359,10 +354,9 @@ class CudaPlace:
         found.sort(key=lambda storage: (self.core.base(storage.data_ptr()), storage.data_ptr()))
         emptied = -1  # the last
         while found:
-            lies_in = self.core.base(found[-1].data_ptr())
-            if lies_in != emptied:
+            before, emptied = emptied, self.core.base(found[-1].data_ptr())
+            if before != emptied:
                 torch.cuda.empty_cache()
-                emptied = lies_in
             if not self._exchange(found[-1]):
                 break
             found.pop()
