@@ -41,7 +41,10 @@ class Guard {
   void end_step(int32_t lane, const std::vector<int64_t> &sizes) {
     if (lane != lane_) return;
     if (listens_ ? held_ <= limit_ : !listened_) {
-      if (!listened_) large_.clear(), peak_ = 0;  // counted ones are watched: some blocks are lowtide's
+      if (!listened_) {  // what was counted was watched: some of its blocks are lowtide's
+        large_.clear();
+        peak_ = 0;
+      }
       listened_ = listens_;
       learn(sizes);
     }

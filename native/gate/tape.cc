@@ -284,8 +284,6 @@ bool saved(int value, const c10::StorageImpl* storage) {
   return true;
 }
 
-void unsaved(int value) { unsave(value); }
-
 void asked(int value) {
   late.erase(std::remove_if(late.begin(), late.end(),
                             [&](const Instruction* one) { return one->value == value; }),

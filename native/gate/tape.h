@@ -63,7 +63,7 @@ bool happen(std::int64_t event);
 // Python has all of it from now on, because of that. False: it has raised.
 bool hand_over(const char* why);
 
-// The form by which an op with that number is known: in gate.cc.
+// The form by which an op with that number is known: in known.cc.
 std::shared_ptr<const Form> known_form(std::int64_t number, std::int64_t id);
 
 }  // namespace lowtide::tape

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "python.h"
+#include "tape.h"
 
 namespace lowtide::tape {
 namespace {
@@ -68,7 +69,7 @@ void release(int which) {
   if (value.saves == 0 && value.dropped) come_back(value);  // nobody wants it any more
 }
 
-void unsave(int which) {
+void unsaved(int which) {
   Value& value = values[which];
   if (--value.saves == 0 && value.holders == 0 && value.dropped) come_back(value);
 }

@@ -60,9 +60,6 @@ bool binds(int which, const Impl* impl, const c10::Storage& storage);
 bool acquire(int which);
 void release(int which);
 
-// A tensor on it that was kept here is gone.
-void unsave(int which);
-
 // The bytes of a value that is about to be read.
 Held there(int which);
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide._runtime.delta.cap import Cap
 from lowtide._runtime.delta.driver import Dynamic
 from lowtide._runtime.delta.modes import Mode
 from lowtide._runtime.swap.late import Late
@@ -263,6 +264,18 @@ def test_where_nobody_hears_of_more_than_the_budget_steps_are_watched_again() ->
         training.steps(counter, 8)
         assert dynamic._mode is None and has_hooks()
     assert find_difference(training.result(), plainly(9, [ROWS])) is None
+
+
+def test_what_is_reserved_beyond_the_budget_counts_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: by what lies between blocks, say."""
+    with asleep() as (training, counter, dynamic, _):
+        training.steps(counter, 1)
+        assert dynamic._mode is None
+        monkeypatch.setattr(Cap, "reserved", lambda _: BUDGET + 1)
+        training.steps(counter, 1)
+        assert dynamic._mode is not None
 
 
 class Several(torch.autograd.Function):

@@ -57,14 +57,20 @@ def test_state_leaves_before_gradients_and_weights_do() -> None:
     assert kinds(search.best) == {Kind.STATE}
 
 
-def test_of_state_that_has_to_pass_by_no_more_leaves_than_there_is_time_to_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def passed_by(monkeypatch: pytest.MonkeyPatch) -> Search:
+    """A search that has tried to move state evenly, and nothing else."""
     monkeypatch.setattr(searching, "_MORE", (0.1,))
     search = Search(task())
     assert search._problem is not None
     search._pass_by(search._problem, inf)
-    best = search.best
+    return search
+
+
+def test_of_state_that_has_to_pass_by_no_more_leaves_than_there_is_time_to_copy(
+    passed_by: Search,
+) -> None:
+    best = passed_by.best
     assert best is not None
     assert times(best) < 1.85
     assert best.peak_bytes <= 12 * GIB
@@ -80,14 +86,10 @@ def test_of_state_that_has_to_pass_by_no_more_leaves_than_there_is_time_to_copy(
 
 
 def test_what_was_scheduled_with_care_is_scheduled_so_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    passed_by: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a choice is changed a little, it need not look for paces again."""
-    monkeypatch.setattr(searching, "_MORE", (0.1,))
-    search = Search(task())
-    assert search._problem is not None
-    search._pass_by(search._problem, inf)
-    best, choice = search.best, search._choice
+    best, choice = passed_by.best, passed_by._choice
     assert best is not None and len(choice.paces) > 1
     tried: list[Pace] = []
 

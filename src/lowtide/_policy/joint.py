@@ -60,7 +60,7 @@ class Task:
 class Choice:
     """What a trial tries. `swaps` are of the step as it was traced.
 
-    `paces`: they are scheduled at these, one after the other. None: once, at the usual one.
+    `paces`: they are scheduled at these, one after the other; without, once, at the usual one.
     """
 
     swaps: tuple[Swap, ...] = ()

@@ -141,7 +141,9 @@ class CudaPlace:
 
     def guard(self, device: int, most: int, sound: Callable[[], bool] | None) -> bool:
         """See `cap.Giver`."""
-        stream, most = torch.cuda.current_stream(device).cuda_stream, most - self._outside(device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if sound is not None:  # in every watched step there is none
+            most -= self._outside(device)
         return self.core.guard(device, stream, max(0, most), sound)
 
     def guarded(self) -> int:
@@ -229,11 +231,8 @@ class CudaPlace:
 
     def _held(self, device: int) -> list[torch.UntypedStorage]:
         """What lies in arenas and homes and can be moved, the largest first."""
-        found = [
-            storage
-            for storage in self._movable(device)
-            if storage.resizable() and self.core.holds(storage.data_ptr())
-        ]
+        found = [one for one in self._movable(device) if one.resizable()]
+        found = [one for one in found if self.core.holds(one.data_ptr())]
         return sorted(found, key=lambda storage: -storage.nbytes())
 
     def _restore_without(self, parked: Sequence[_Parked], lanes: Sequence[int]) -> None:

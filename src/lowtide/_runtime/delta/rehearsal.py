@@ -19,7 +19,7 @@ from lowtide._runtime.fused.kernel import Kernel
 
 
 class Do(IntEnum):
-    """As in `native/gate/tape.cc`."""
+    """As in `native/gate/program.h`."""
 
     DROP = 0
     RUN = 1

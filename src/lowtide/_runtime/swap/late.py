@@ -52,9 +52,8 @@ class Late:
         for handle, tensor in zip(handles, _as_tuple(getattr(node, saved)), strict=True):
             if not isinstance(tensor, torch.Tensor) or (tensor.is_leaf and tensor.requires_grad):
                 continue
-            if tensor.is_cuda and has_storage(
-                tensor
-            ):  # it may have been made on another stream than it is copied from
+            # It may have been made on another stream than it is copied from.
+            if tensor.is_cuda and has_storage(tensor):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             with suppress(RuntimeError):
                 handle.register_hooks(self._packed, self._unpack)
