@@ -170,8 +170,10 @@ def context_of(method: str) -> Callable[[], AbstractContextManager[Any]]:
     if method == "save_on_cpu":
         return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
     if method == "offload_activations":
+        from accelerate import PartialState
         from trl.models.activation_offloading import OffloadActivations
 
+        PartialState()  # without it TRL cannot say what it has to say
         offload: AbstractContextManager[Any] = OffloadActivations()
         return lambda: offload
     return nullcontext

@@ -1,5 +1,6 @@
 """Element-wise ops that run again as one: the same bits, or not used at all."""
 
+import copy
 import ctypes
 import subprocess
 import weakref
@@ -12,7 +13,8 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from jobs import JOBS
+from jobs import JOBS, Build, Job, job_of
+from tides import entered, planned_of
 from tight import find_difference, run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ import lowtide
 from lowtide._errors import OutOfBudget
 from lowtide._ir import Link, Machine
 from lowtide._runtime import budget as budgeting
+from lowtide._runtime.delta.feedback import Verdict
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.delta.record import Captor, known
@@ -228,6 +231,41 @@ def test_where_there_is_no_room_for_all_at_once_they_run_one_by_one(
     assert True in refused and False in refused
 
 
+def wide() -> Job:
+    torch.manual_seed(0)
+    parts = [part for _ in range(8) for part in (nn.Linear(64, 64, dtype=torch.bfloat16), Gelu())]
+    model = nn.Sequential(*parts)
+    rows = torch.randn(4096, 64).bfloat16()
+    return job_of(model, lambda: model(rows).square().mean())
+
+
+def bent() -> Job:
+    """What a layer makes is read once, and then makes way for what is saved."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Sigmoid(), nn.Tanh()]
+    model = nn.Sequential(*(part for _ in range(8) for part in copy.deepcopy(parts)))
+    rows = torch.randn(4096, 64)
+    return job_of(model, lambda: model(rows).square().mean())
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize(("build", "share"), [(wide, 0.25), (wide, 0.3), (bent, 0.3), (bent, 0.35)])
+def test_steps_hold_no_more_than_is_planned(
+    on_cpu: list[Fuser], build: Build, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held longer is let go before anything runs again; several run as one if that fits."""
+    monkeypatch.setattr("lowtide._runtime.fused.kernel._PORTION", 1 << 8)  # which takes some, too
+    monkeypatch.setattr("lowtide._runtime.delta.replans.judge", lambda _: Verdict.WAIT)
+    monkeypatch.setattr("lowtide._runtime.plans._SECONDS", 0.5)
+    plain = run(build, 8)
+    with entered() as made:
+        ours = run(build, 8, int(share * max(plain.peaks)), policy="tide")
+    assert find_difference(ours.result, plain.result) is None
+    script = planned_of(made[0]).main_script()
+    assert script is not None and on_cpu[0].right
+    assert max(ours.peaks[5:]) <= script.plan.peak_bytes + (1 << 17)
+
+
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_jobs_train_bit_for_bit(on_cpu: list[Fuser], name: str) -> None:
     plain = run(JOBS[name], 4)
@@ -272,10 +310,10 @@ def written(work: Any) -> _Writing:
     return writing
 
 
-def grouped(writing: _Writing) -> Group | None:
+def grouped(writing: _Writing, room: int | None = None) -> Group | None:
     """With all that is made wanted."""
     later = [{id(call.makes[0][1]()): 99} for call in writing.calls]
-    return Fuser(CPU, verify=True, tell=print).group(writing.calls, 0, later)
+    return Fuser(CPU, verify=True, tell=print).group(writing.calls, 0, later, room)
 
 
 def test_groups_end_where_calls_do_not_belong_together() -> None:
@@ -305,6 +343,22 @@ def test_groups_end_where_calls_do_not_belong_together() -> None:
     assert count(lambda: (image * place).neg()) == 2
     assert count(lambda: (turned * place).neg()) == 2
     assert count(lambda: (place * turned).neg()) == 0, "what comes first decides how it lies"
+
+
+def test_groups_end_where_there_is_no_room_for_more() -> None:
+    x, y, z = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 4)
+    writing = written(lambda: (x * y).tanh().mul(z))
+
+    def group(room: int) -> tuple[int, int] | None:
+        found = grouped(writing, room)
+        return None if found is None else (len(found.calls), len(found.inputs))
+
+    assert group(3 * x.nbytes) == (3, 3)
+    assert group(3 * x.nbytes - 1) == (2, 2)
+    assert group(2 * x.nbytes - 1) is None
+    later = [{id(value): 1} for value in writing.values[:2]] + [{id(writing.values[2]): 9}]
+    found = Fuser(CPU, verify=True, tell=print).group(writing.calls, 0, later, x.nbytes)
+    assert found is not None and found.outputs == [2], "what only they read takes none"
 
 
 PRETEND = """

@@ -277,7 +277,7 @@ def test_a_request_is_told_once_though_memory_is_short_then(
         script, happened = planned.following.script, planned.event
         assert script is not None
         asked = [at for at, code in enumerate(script.codes) if is_request(code)]
-        script.lets_go = {at: script.lets_go.get(at, ()) for at in asked}  # it is to be told
+        script.lets_go = {at: script.lets_go.get(at, ((), ())) for at in asked}  # it is to be told
 
         def event(code: int) -> None:
             happened(code)

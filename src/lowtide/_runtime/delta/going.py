@@ -1,7 +1,7 @@
 """What there is while calls run again: bytes at hand, and cells that are about to be read."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ class Going:
     uses: Counter[int]  # how often each value is still read before it is made again
     pinned: dict[int, DeltaCell]  # by the value that is still going to be read
     made: Told
+    rooms: Mapping[int, int]  # bytes that what begins with a call may make at once, by its number
     mine: dict[int, torch.Tensor] = field(default_factory=dict)  # by the value, what was made
 
 

@@ -7,7 +7,7 @@ nothing else, and a step that departs from it goes on as one that was never plan
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -57,7 +57,7 @@ class Planned:
     idle: IdleState
     tapes: Tapes
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
-    follow: Callable[[Sequence[Item]], None]  # run them again, or drop them, in order
+    follow: Callable[[Sequence[Item], Mapping[int, int]], None]  # see `Replayer.follow`
     fuser: Fuser | None  # what runs several of them as one
 
     def __init__(
@@ -323,7 +323,7 @@ class Planned:
         if self.observer is not None:
             self.observer.stepped(optimizer)
 
-    def _run_again(self, numbers: Sequence[int]) -> None:
+    def _run_again(self, numbers: Sequence[int], rooms: Mapping[int, int]) -> None:
         """What the plan makes again now; what is left of it is made when asked for."""
         items: list[Item] = []
         for number in numbers:
@@ -335,7 +335,7 @@ class Planned:
                 items.append(self.room.calls[number])
         if items:
             with suppress(Gone, OutOfBudget, torch.OutOfMemoryError):
-                self.follow(items)
+                self.follow(items, rooms)
 
     def event(self, code: int) -> None:
         """Something happens."""
@@ -383,8 +383,10 @@ class Planned:
         """What the plan makes again at that event, and what it holds no longer."""
         script = self.following.script
         if script is not None and self.following.agrees:
-            self._run_again(script.reruns.get(at, ()))
-            self.holds.let_go(script.lets_go.get(at, ()))
+            before, after = script.lets_go.get(at, ((), ()))
+            self.holds.let_go(before)
+            self._run_again(script.reruns.get(at, ()), script.rooms.get(at, {}))
+            self.holds.let_go(after)
 
     def _do(self, action: Action, waits: bool) -> bool:
         if action.who < 0:

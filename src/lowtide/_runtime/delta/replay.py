@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
+
+_ROOMY: Mapping[int, int] = MappingProxyType({})  # nothing is known to be short
 
 
 class Replayer:
@@ -111,8 +114,11 @@ class Replayer:
         if cell is not None and cell.state is State.DROPPED:
             cell.adopt(storage)
 
-    def follow(self, items: Sequence[Item]) -> None:
+    def follow(self, items: Sequence[Item], rooms: Mapping[int, int] = _ROOMY) -> None:
         """Run calls and drop cells in this order, but for what is there already.
+
+        `rooms`: where memory is short, the bytes that those which run as one may make, by the
+        number of the first.
 
         What they read and is not there, as who wrote it down thought, is made first. Raises `Gone`.
         """
@@ -120,14 +126,18 @@ class Replayer:
         if any(value.spoilt for value in missing):
             raise Gone
         with self._room.lock:
-            self._replay([*self._needed(missing), *found], None, self._adopt)
+            self._replay([*self._needed(missing), *found], None, self._adopt, rooms)
 
     def replay(self, calls: Sequence[Call], target: Value, made: Told) -> torch.UntypedStorage:
         """Run `calls`; `made` is told of every value on the way. Gives the target's bytes."""
         return self._replay(calls, target, made)[id(target)].untyped_storage()
 
     def _replay(
-        self, items: Sequence[Item], target: Value | None, made: Told
+        self,
+        items: Sequence[Item],
+        target: Value | None,
+        made: Told,
+        rooms: Mapping[int, int] = _ROOMY,
     ) -> dict[int, torch.Tensor]:
         """What was made and is still of use, by the value: that is the target."""
         pinned: dict[int, DeltaCell] = {}
@@ -139,7 +149,7 @@ class Replayer:
             uses, later = reads(items, target)
             for key in [key for key in pinned if not uses[key]]:
                 pinned.pop(key).pinned -= 1  # it is made again first
-            going = Going(there, uses, pinned, made)
+            going = Going(there, uses, pinned, made, rooms)
             with quiet(), torch.no_grad(), torch.inference_mode(False):
                 at = 0
                 while at < len(items):
@@ -205,11 +215,11 @@ class Replayer:
         self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]], going: Going
     ) -> int:
         """The calls from there on that run as one, or only that one: how many."""
-        fuser = self.fuser
-        group = None if fuser is None else fuser.group(items, at, later)
+        fuser, one = self.fuser, items[at]
+        assert isinstance(one, Call)
+        room = going.rooms.get(one.number)
+        group = None if fuser is None else fuser.group(items, at, later, room)
         if fuser is None or group is None or fuser.kernel(group) is None:
-            one = items[at]
-            assert isinstance(one, Call)
             self._run_call(one, later[at], going)
             return 1
         then = later[at : at + len(group.calls)]

@@ -261,7 +261,8 @@ class Tapes:
         self._settle()
         script, at = self.following.script, len(self.following.codes) - 1
         if script is not None:
-            self._holds.let_go(script.lets_go.get(at, ()))
+            for places in script.lets_go.get(at, ()):
+                self._holds.let_go(places)
 
     def _values(self, native: NativeTape, tape: Tape) -> list[Value]:
         """Each value of the tape as Python knows it, and the calls that have made them."""

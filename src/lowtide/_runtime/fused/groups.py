@@ -90,29 +90,35 @@ class Fuser:
         return len(self._right)
 
     def group(
-        self, items: Sequence[Item], at: int, later: Sequence[Mapping[int, int]]
+        self,
+        items: Sequence[Item],
+        at: int,
+        later: Sequence[Mapping[int, int]],
+        room: int | None = None,
     ) -> Group | None:
-        """The longest that begins there; `later`: how often what each item makes is read then."""
+        """The longest that begins there; `later`: how often what each item makes is read then.
+
+        It makes no more than `room` bytes at once. One by one its calls may: what one of them was
+        the last to read makes way for what the next one makes.
+        """
         if not self._begins(items[at : at + 2]):
             return None  # nearly always: to look closer takes the host longer than an op does
         found = Group([], [], [], [], [], [], ())
         inputs: dict[Hashable, int] = {}
         by: dict[int, int] = {}  # the value -> which of the calls makes it
-        read: Counter[int] = Counter()  # within the group
+        given: list[int] = []  # inputs of the calls up to each
         for item in items[at : at + _MOST_STEPS]:
             if type(item) is not Call or not self._join(found, item, inputs, by):
                 break
-            read.update(place for place in found.places[-1] if place >= 0)
-        if len(found.calls) < 2:
-            return None
-        for j, value in enumerate(found.made):
-            if value is None:
-                continue
-            cell = value.saved()
-            dropped = cell is not None and cell.state is State.DROPPED
-            if dropped or later[at + j].get(id(value), 0) > read[j]:
-                found.outputs.append(j)
-        if not found.outputs:
+            given.append(len(inputs))
+        while len(found.calls) >= 2:
+            found.outputs = _wanted(found, later[at : at + len(found.calls)])
+            if room is None or found.bytes <= room:
+                break
+            for row in (found.calls, found.parts, found.made, found.places, given):
+                row.pop()
+            del found.inputs[given[-1] :]
+        if len(found.calls) < 2 or not found.outputs:
             return None
         keys = zip((call.key for call in found.calls), found.places, strict=True)
         found.key = (*keys, *found.outputs)
@@ -256,6 +262,20 @@ def make_fuser(device: torch.device, verify: str, tell: Callable[[str], None]) -
     if device.type not in DEVICES:
         return None
     return Fuser(device, verify=verify != "never", tell=tell)
+
+
+def _wanted(group: Group, later: Sequence[Mapping[int, int]]) -> list[int]:
+    """Which of its calls make something that is dropped, or read by others."""
+    read = Counter(place for places in group.places for place in places if place >= 0)
+    found = []
+    for j, (value, then) in enumerate(zip(group.made, later, strict=True)):
+        if value is None:
+            continue
+        cell = value.saved()
+        dropped = cell is not None and cell.state is State.DROPPED
+        if dropped or then.get(id(value), 0) > read[j]:
+            found.append(j)
+    return found
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -6,20 +6,20 @@ one that was planned, and a position: the number of ops that had started in the 
 """
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from lowtide._analyze.access import accesses
-from lowtide._analyze.load import load_curve, rounded_bytes
+from lowtide._analyze.load import Curve, load_curve, rounded_bytes
 from lowtide._ir import Drop, Hold, OpIndex, Phase, Plan, Rerun, Swap, Trace, ValueId
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
 from lowtide._policy.autoswap import CannotFit
 from lowtide._policy.scores import add
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
-from lowtide._simulate.remade import remade
+from lowtide._simulate.remade import Remade, remade
 
 BEGIN = -1  # the code of a step's first event
 ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was saved
@@ -29,6 +29,8 @@ _LAYOUT_SECONDS = 1.0
 _COMPUTING = 2  # times its state, at most: what an optimizer's step makes meanwhile
 _MOST_SECONDS = 100
 _MOST_REPLANS = 6  # of steps that take more than planned where they are laid out
+
+Places = tuple[tuple[int, int], ...]  # of sources that are held: the op's number, and which
 
 
 def is_request(code: int) -> bool:
@@ -85,8 +87,9 @@ class Script:
     plan: Plan
     observed: Observed  # the step that was planned
     reruns: Mapping[int, tuple[int, ...]]  # events -> what runs again then: see `_write_reruns`
+    rooms: Mapping[int, Mapping[int, int]]  # ... and what may be made at once, by the first of them
     holds: Mapping[int, tuple[int, ...]]  # ops' numbers -> sources that are held from then on
-    lets_go: Mapping[int, tuple[tuple[int, int], ...]]  # events -> those that are held no longer
+    lets_go: Mapping[int, tuple[Places, Places]]  # events -> before and after what runs again then
     recorded: frozenset[int] | None = None  # ops that are to be written down; None: all
     plain: frozenset[int] = frozenset()  # saves that nothing is ever to be done with
     trouble: int = 0  # steps in which those were not enough
@@ -116,8 +119,10 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
     reruns, among = _write_reruns(observed, plan)
     dropped = _write_drops(observed, plan, found, reruns, among)
     holds, lets_go = _write_holds(observed, plan)
+    rooms: Mapping[int, Mapping[int, int]] = {}
     if plan.remakes:  # swaps are of the step with its reruns in it
         step = remade(observed.trace, plan.remakes)
+        rooms = _write_rooms(observed, plan, step, reruns)
         positions = tuple(OpIndex(step.position(at)) for at in observed.positions)
         observed = replace(observed, trace=step.trace, positions=positions)
     count = len(observed.trace.ops)
@@ -148,6 +153,7 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         plan=plan,
         observed=given,
         reruns=reruns,
+        rooms=rooms,
         holds=holds,
         lets_go=lets_go,
     )
@@ -211,11 +217,14 @@ def _write_drops(
 
 def _write_holds(
     observed: Observed, plan: Plan
-) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[tuple[int, int], ...]]]:
-    """From the last op on that reads it and is written down; until the event after it is over."""
+) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Places, Places]]]:
+    """From the last op on that reads it and is written down, until the event after its end.
+
+    What runs again then may need it, unless its end comes before.
+    """
     uses = accesses(observed.trace) if any(isinstance(one, Hold) for one in plan.remakes) else ()
     places: dict[ValueId, tuple[int, int]] = {}  # what is held -> by which op, as which source
-    lets_go: dict[int, tuple[tuple[int, int], ...]] = {}
+    lets_go: dict[int, tuple[Places, Places]] = {}
     for one in plan.remakes:
         if isinstance(one, Hold):
             for reader in sorted(uses[one.value], reverse=True):
@@ -227,7 +236,12 @@ def _write_holds(
                     break
         elif isinstance(one, Drop) and one.value in places:
             at = bisect_left(observed.positions, one.before)
-            lets_go[at] = (*lets_go.get(at, ()), places[one.value])
+            held = places[one.value]
+            before, after = lets_go.get(at, ((), ()))
+            if at < len(observed.positions) and one.before < observed.positions[at]:
+                lets_go[at] = (*before, held), after  # nothing that runs again then reads it
+            else:
+                lets_go[at] = before, (*after, held)
     holds: dict[int, tuple[int, ...]] = {}
     for number, place in places.values():
         holds[number] = (*holds.get(number, ()), place)
@@ -268,6 +282,29 @@ def _write_reruns(observed: Observed, plan: Plan) -> tuple[dict[int, tuple[int, 
     return found, among
 
 
+def _write_rooms(
+    observed: Observed, plan: Plan, step: Remade, reruns: Iterable[int]
+) -> dict[int, dict[int, int]]:
+    """At each event with `reruns`, what may be made from each op on for the planned peak to hold.
+
+    One by one they make no more. What runs several of them as one makes all of it before what it
+    reads may go.
+    """
+    held = _held(step.trace, plan)
+    begun: Counter[int] = Counter()
+    rooms: dict[int, dict[int, int]] = defaultdict(dict)  # by the position in the plan
+    for one in plan.remakes:
+        if isinstance(one, Rerun):
+            at = step.lead[one.before] + begun[one.before]
+            begun[one.before] += 1
+            values = (step.trace.values[value] for value in step.trace.ops[at].writes)
+            made = sum(rounded_bytes(step.trace, value) for value in values)
+            room, number = plan.peak_bytes - int(held[at]) + made, observed.numbers[one.op]
+            there = rooms[one.before]
+            there[number] = min(room, there.get(number, room))
+    return {event: rooms[observed.positions[event]] for event in reruns}
+
+
 def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
     """Whether optimizers may step at once: no state leaves, and there is room for what that takes.
 
@@ -287,11 +324,17 @@ def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
 
 def _room_to_step(trace: Trace, plan: Plan) -> int:
     """Bytes by which what is held while optimizers step is below the planned peak."""
+    held = _held(trace, plan)
+    steps = [i for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
+    return max(0, plan.peak_bytes - int(held[steps].max(initial=0)))
+
+
+def _held(trace: Trace, plan: Plan) -> Curve:
+    """Bytes that are held at each op, of the step with the plan's reruns in it."""
     held = load_curve(trace).copy()
     for swap in plan.swaps:
         add(held, swap.release, swap.fetch, -rounded_bytes(trace, trace.values[swap.value]))
-    steps = [i for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
-    return max(0, plan.peak_bytes - int(held[steps].max(initial=0)))
+    return held
 
 
 def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
