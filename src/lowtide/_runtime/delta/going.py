@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -10,6 +11,8 @@ from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.recipe import Value
 
 Told = Callable[[Value, torch.UntypedStorage], None]  # a value was made again, in these bytes
+Rooms = Mapping[int, int]  # bytes that calls may make as one, by the number of the first
+ROOMY: Rooms = MappingProxyType({})  # nothing is known to be short
 
 
 @dataclass(slots=True)
@@ -20,7 +23,7 @@ class Going:
     uses: Counter[int]  # how often each value is still read before it is made again
     pinned: dict[int, DeltaCell]  # by the value that is still going to be read
     made: Told
-    rooms: Mapping[int, int]  # bytes that what begins with a call may make at once, by its number
+    rooms: Rooms
     mine: dict[int, torch.Tensor] = field(default_factory=dict)  # by the value, what was made
 
 

@@ -7,7 +7,7 @@ nothing else, and a step that departs from it goes on as one that was never plan
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -17,6 +17,7 @@ from lowtide._errors import OutOfBudget
 from lowtide._ir import Plan
 from lowtide._policy.host import Host
 from lowtide._runtime.delta.cell import DeltaCell
+from lowtide._runtime.delta.going import Rooms
 from lowtide._runtime.delta.holds import Holds
 from lowtide._runtime.delta.idle import IdleState
 from lowtide._runtime.delta.modes import Mode
@@ -57,7 +58,7 @@ class Planned:
     idle: IdleState
     tapes: Tapes
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
-    follow: Callable[[Sequence[Item], Mapping[int, int]], None]  # see `Replayer.follow`
+    follow: Callable[[Sequence[Item], Rooms], None]  # run them again, or drop them, in order
     fuser: Fuser | None  # what runs several of them as one
 
     def __init__(
@@ -146,8 +147,7 @@ class Planned:
             self._let_go()
 
     def _failed(self, error: Exception) -> None:
-        self._next_trace = _NEVER
-        what = f"{type(error).__name__}: {error}"
+        self._next_trace, what = _NEVER, f"{type(error).__name__}: {error}"
         self._tell(f"planning failed ({what}), please report it; steps go on without a plan")
 
     def _abandon(self, observer: Observer) -> None:
@@ -204,8 +204,7 @@ class Planned:
             return
         self.following.begin()
         self.mode = Mode.PLANNED if self.following.agrees else Mode.DYNAMIC
-        self._trouble = self.room.counts["not dropped"]
-        self._failures = self._shortage()
+        self._trouble, self._failures = self.room.counts["not dropped"], self._shortage()
 
     def end(self) -> None:
         """A step has ended."""
@@ -323,7 +322,7 @@ class Planned:
         if self.observer is not None:
             self.observer.stepped(optimizer)
 
-    def _run_again(self, numbers: Sequence[int], rooms: Mapping[int, int]) -> None:
+    def _run_again(self, numbers: Sequence[int], rooms: Rooms) -> None:
         """What the plan makes again now; what is left of it is made when asked for."""
         items: list[Item] = []
         for number in numbers:

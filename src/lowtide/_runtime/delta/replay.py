@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from lowtide._errors import OutOfBudget
 from lowtide._runtime.delta.cell import DeltaCell
 from lowtide._runtime.delta.costs import Costs
-from lowtide._runtime.delta.going import Going, Told, pin
+from lowtide._runtime.delta.going import ROOMY, Going, Rooms, Told, pin
 from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.order import ON_DEVICE, Gone, Item, reads, useful
 from lowtide._runtime.delta.randomness import from_state
@@ -21,8 +20,6 @@ from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.swap.cell import State
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._trace.tensors import tensors_in
-
-_ROOMY: Mapping[int, int] = MappingProxyType({})  # nothing is known to be short
 
 
 class Replayer:
@@ -114,11 +111,8 @@ class Replayer:
         if cell is not None and cell.state is State.DROPPED:
             cell.adopt(storage)
 
-    def follow(self, items: Sequence[Item], rooms: Mapping[int, int] = _ROOMY) -> None:
+    def follow(self, items: Sequence[Item], rooms: Rooms = ROOMY) -> None:
         """Run calls and drop cells in this order, but for what is there already.
-
-        `rooms`: where memory is short, the bytes that those which run as one may make, by the
-        number of the first.
 
         What they read and is not there, as who wrote it down thought, is made first. Raises `Gone`.
         """
@@ -133,11 +127,7 @@ class Replayer:
         return self._replay(calls, target, made)[id(target)].untyped_storage()
 
     def _replay(
-        self,
-        items: Sequence[Item],
-        target: Value | None,
-        made: Told,
-        rooms: Mapping[int, int] = _ROOMY,
+        self, items: Sequence[Item], target: Value | None, made: Told, rooms: Rooms = ROOMY
     ) -> dict[int, torch.Tensor]:
         """What was made and is still of use, by the value: that is the target."""
         pinned: dict[int, DeltaCell] = {}
