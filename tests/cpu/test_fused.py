@@ -249,7 +249,7 @@ def bent() -> Job:
 
 
 @pytest.mark.usefixtures("unguarded")
-@pytest.mark.parametrize(("build", "share"), [(wide, 0.25), (wide, 0.3), (bent, 0.3), (bent, 0.35)])
+@pytest.mark.parametrize(("build", "share"), [(wide, 0.25), (bent, 0.3), (bent, 0.35)])
 def test_steps_hold_no_more_than_is_planned(
     on_cpu: list[Fuser], build: Build, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
