@@ -176,4 +176,8 @@ def ops_between(first: int, end: int, count: int) -> npt.NDArray[np.int64]:
 
 def add(load: Curve, first: int, end: int, change: int) -> None:
     """Add `change` bytes to `load` at positions first <= p < end, at most one step of them."""
-    load[ops_between(first, end, len(load))] += change
+    begin = first % len(load)
+    beyond = begin + end - first - len(load)  # what goes on into the next step
+    load[begin : begin + end - first] += change
+    if beyond > 0:
+        load[:beyond] += change
