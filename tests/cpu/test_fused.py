@@ -256,7 +256,7 @@ def test_steps_hold_no_more_than_is_planned(
     """What is held longer is let go before anything runs again; several run as one if that fits."""
     monkeypatch.setattr("lowtide._runtime.fused.kernel._PORTION", 1 << 8)  # which takes some, too
     monkeypatch.setattr("lowtide._runtime.delta.replans.judge", lambda _: Verdict.WAIT)
-    monkeypatch.setattr("lowtide._runtime.plans._SECONDS", 0.5)
+    monkeypatch.setattr("lowtide._runtime.plans._SECONDS", 0.2)
     plain = run(build, 8)
     with entered() as made:
         ours = run(build, 8, int(share * max(plain.peaks)), policy="tide")
