@@ -199,7 +199,7 @@ def _postponed(problem: Problem, trial: Trial) -> Trial:
 def _most_held(problem: Problem, swaps: Sequence[Swap], during: npt.NDArray[np.bool_]) -> int:
     """Bytes: what is free then is what pieces that step at once may take."""
     sizes = [rounded_bytes(problem.trace, problem.trace.values[swap.value]) for swap in swaps]
-    return int(held_bytes(problem.ground, swaps, sizes)[during].max(initial=0))
+    return int(held_bytes(problem.ground.curve, swaps, sizes)[during].max(initial=0))
 
 
 def _fastest(

@@ -199,7 +199,7 @@ class Search:
         if not swaps or self._problem is None:
             return load_curve(self._ground.trace)
         sizes = [self._ground.size[swap.value] for swap in swaps]
-        return held_bytes(self._problem.ground, swaps, sizes)
+        return held_bytes(self._problem.ground.curve, swaps, sizes)
 
     def _pass_by(self, problem: Problem, until: float) -> None:
         """Where state has to come and go while its optimizer steps, try to move an even part of it.

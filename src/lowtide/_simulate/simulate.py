@@ -55,7 +55,7 @@ def simulate(trace: Trace, machine: Machine, swaps: Sequence[Swap]) -> Outcome:
 def simulate_on(ground: Ground, swaps: Sequence[Swap]) -> Outcome:
     """`simulate`, on what was prepared."""
     sizes = [rounded_bytes(ground.trace, ground.trace.values[swap.value]) for swap in swaps]
-    loads = held_bytes(ground, swaps, sizes)
+    loads = held_bytes(ground.curve, swaps, sizes)
     peak_op = int(loads.argmax())
     run = _Run(ground, swaps, sizes)
     run.settle()
@@ -80,15 +80,15 @@ def simulate_on(ground: Ground, swaps: Sequence[Swap]) -> Outcome:
     )
 
 
-def held_bytes(ground: Ground, swaps: Sequence[Swap], sizes: Sequence[int]) -> Curve:
-    """The load of each op when `sizes[k]` bytes are away during the k-th swap."""
-    count = len(ground.curve)
+def held_bytes(curve: Curve, swaps: Sequence[Swap], sizes: Sequence[int]) -> Curve:
+    """What each op holds, `curve` without swaps, when `sizes[k]` bytes are away during the k-th."""
+    count = len(curve)
     change = [0] * (2 * count + 1)
     for swap, size in zip(swaps, sizes, strict=True):
         change[swap.release] -= size
         change[swap.fetch] += size
     away = np.cumsum(np.array(change[:-1], dtype=np.int64))
-    loads: Curve = ground.curve + away[:count] + away[count:]
+    loads: Curve = curve + away[:count] + away[count:]
     return loads
 
 

@@ -17,9 +17,9 @@ from lowtide._ir import Drop, Hold, OpIndex, Phase, Plan, Rerun, Swap, Trace, Va
 from lowtide._layout.buffers import Buffer
 from lowtide._layout.pack import pack
 from lowtide._policy.autoswap import CannotFit
-from lowtide._policy.scores import add
 from lowtide._runtime.swap.tier import GRAIN, rounded_place
 from lowtide._simulate.remade import Remade, remade
+from lowtide._simulate.simulate import held_bytes
 
 BEGIN = -1  # the code of a step's first event
 ASKED = -(1 << 60)  # plus how many saves after the step began the tensor was saved
@@ -119,12 +119,14 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
     reruns, among = _write_reruns(observed, plan)
     dropped = _write_drops(observed, plan, found, reruns, among)
     holds, lets_go = _write_holds(observed, plan)
-    rooms: Mapping[int, Mapping[int, int]] = {}
-    if plan.remakes:  # swaps are of the step with its reruns in it
-        step = remade(observed.trace, plan.remakes)
-        rooms = _write_rooms(observed, plan, step, reruns)
+    step = remade(observed.trace, plan.remakes) if plan.remakes else None
+    if step is not None:  # swaps are of the step with its reruns in it
         positions = tuple(OpIndex(step.position(at)) for at in observed.positions)
         observed = replace(observed, trace=step.trace, positions=positions)
+    values = observed.trace.values
+    sizes = [rounded_bytes(observed.trace, values[swap.value]) for swap in plan.swaps]
+    held = held_bytes(load_curve(observed.trace), plan.swaps, sizes)
+    rooms = {} if step is None else _write_rooms(given, plan, step, held, reruns)
     count = len(observed.trace.ops)
     places, below = _places(observed, plan.swaps)
 
@@ -147,9 +149,9 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         actions=[_in_order(actions) for actions in found],
         wanted=dropped | {who for s in plan.swaps if (who := _who(observed, s.value)) >= 0},
         below_bytes=below,
-        swapped_bytes=sum(observed.trace.values[swap.value].bytes for swap in plan.swaps),
+        swapped_bytes=sum(values[swap.value].bytes for swap in plan.swaps),
         steps_whole=_steps_whole(observed, plan, room),
-        together=_room_to_step(observed.trace, plan) // _COMPUTING,
+        together=_room_to_step(observed.trace, plan, held) // _COMPUTING,
         plan=plan,
         observed=given,
         reruns=reruns,
@@ -283,14 +285,13 @@ def _write_reruns(observed: Observed, plan: Plan) -> tuple[dict[int, tuple[int, 
 
 
 def _write_rooms(
-    observed: Observed, plan: Plan, step: Remade, reruns: Iterable[int]
+    observed: Observed, plan: Plan, step: Remade, held: Curve, reruns: Iterable[int]
 ) -> dict[int, dict[int, int]]:
     """At each event with `reruns`, what may be made from each op on for the planned peak to hold.
 
     One by one they make no more. What runs several of them as one makes all of it before what it
     reads may go.
     """
-    held = _held(step.trace, plan)
     begun: Counter[int] = Counter()
     rooms: dict[int, dict[int, int]] = defaultdict(dict)  # by the position in the plan
     for one in plan.remakes:
@@ -322,19 +323,10 @@ def _steps_whole(observed: Observed, plan: Plan, room: int) -> bool:
     return bool(held + more <= (plan.peak_bytes if moves else max(plan.peak_bytes, room)))
 
 
-def _room_to_step(trace: Trace, plan: Plan) -> int:
+def _room_to_step(trace: Trace, plan: Plan, held: Curve) -> int:
     """Bytes by which what is held while optimizers step is below the planned peak."""
-    held = _held(trace, plan)
     steps = [i for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
     return max(0, plan.peak_bytes - int(held[steps].max(initial=0)))
-
-
-def _held(trace: Trace, plan: Plan) -> Curve:
-    """Bytes that are held at each op, of the step with the plan's reruns in it."""
-    held = load_curve(trace).copy()
-    for swap in plan.swaps:
-        add(held, swap.release, swap.fetch, -rounded_bytes(trace, trace.values[swap.value]))
-    return held
 
 
 def _in_order(actions: Sequence[Action]) -> tuple[Action, ...]:
