@@ -64,7 +64,10 @@ USES_TORCH = (
             "tier",
         ]
     }
-    | {f"_runtime/fused/{name}.py" for name in ["groups", "kernel", "program", "source"]}
+    | {
+        f"_runtime/fused/{name}.py"
+        for name in ["chains", "groups", "kernel", "kernels", "program", "source"]
+    }
     | {
         f"_runtime/delta/{name}.py"
         for name in [
@@ -93,6 +96,7 @@ USES_TORCH = (
             "room",
             "see",
             "tapes",
+            "tracing",
             "unseen",
             "verify",
         ]

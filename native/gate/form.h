@@ -29,20 +29,23 @@ class Form {
   // Zeros, in place of bytes that do not matter to what it does: for that tensor, in order.
   c10::Storage nothing(std::size_t tensor) const;
 
-  const c10::OperatorHandle& op() const { return op_; }
-  std::int64_t id = 0;  // by which Python knows it
-  c10::Device device() const { return *device_; }  // of the first tensor, or else as was asked for
-
- private:
-  explicit Form(const c10::OperatorHandle& op) : op_(op) {}
-
+  // How a tensor was seen.
   struct Look {
     c10::ScalarType dtype;
     c10::Device device;
     c10::DispatchKeySet keys;
     std::vector<std::int64_t> sizes, strides;
-    std::int64_t offset;
+    std::int64_t offset;  // elements
+    bool operator==(const Look&) const = default;
   };
+
+  const c10::OperatorHandle& op() const { return op_; }
+  const std::vector<Look>& looks() const { return looks_; }  // of the tensors, in order
+  std::int64_t id = 0;  // by which Python knows it
+  c10::Device device() const { return *device_; }  // of the first tensor, or else as was asked for
+
+ private:
+  explicit Form(const c10::OperatorHandle& op) : op_(op) {}
 
   // What was given, in order: one of these for each, and for all in a list.
   enum class Kind : char { kTensor, kPlain, kList };
@@ -58,7 +61,7 @@ class Form {
   c10::OperatorHandle op_;
   std::vector<Kind> kinds_;
   std::vector<c10::IValue> plain_;  // what are no tensors, and for lists of those their length
-  std::vector<Look> looks_;         // of the tensors, in order
+  std::vector<Look> looks_;
   std::optional<c10::Device> device_;
 };
 

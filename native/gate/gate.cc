@@ -31,11 +31,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <vector>
 
+#include "chain.h"
 #include "form.h"
 #include "known.h"
+#include "links.h"
+#include "memory.h"
 #include "python.h"
 #include "tape.h"
 #include "tell.h"
@@ -71,18 +73,14 @@ bool has_class_of_its_own(const c10::IValue& given) {
   return false;
 }
 
-bool is_out_of_memory(const c10::Error& error) {
-  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-      std::string(error.what_without_backtrace()).find("can't allocate memory") !=
-      std::string::npos;
-}
-
 class Gate final : public PyInterpreterVTable {
  public:
   explicit Gate(const PyInterpreterVTable* real) : real_(real) {}
 
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const override {
-    if (!passes(op, stack)) real_->dispatch(op, stack);
+    if (passes(op, stack)) return;
+    chain::finish();
+    real_->dispatch(op, stack);
   }
 
   // None: PyTorch makes a shallow copy itself.
@@ -97,6 +95,7 @@ class Gate final : public PyInterpreterVTable {
   bool passes(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     if (!is_open()) return false;
     offer_nothing();
+    chain::ask_nothing();
     const Known known = interest(op);
     const Kind kind = known.kind;
     if (kind == kUnknown) return false;
@@ -105,6 +104,19 @@ class Gate final : public PyInterpreterVTable {
          ++given) {
       if (has_class_of_its_own(*given)) return false;
     }
+    if (kind == kView) return run(op, stack, count, kind);  // bytes that are not there yet, too
+    if (kind == kPlain) {
+      switch (chain::offered(op, stack, count)) {
+        case chain::Said::kWaits:
+          count_one(kind);
+          return true;
+        case chain::Said::kAsk:
+          return false;
+        case chain::Said::kNo:
+          break;
+      }
+    }
+    chain::finish();
     if (kind == kWrittenWriter) return record_write(op, stack, count, known.writes);
     if (known.writes != 0 && !writes_elsewhere(*stack, count, known.writes)) return false;
     switch (kind) {
@@ -310,6 +322,9 @@ int lowtide_gate_open(void* seeing) {
     interpreter = &Modes::get_stack_at(Modes::stack_len() - 1)->pyinterpreter();
     real = interpreter->vtable_;
     gate = new Gate(real);  // for good: a thread may still be in it
+    chain::fall_back_on([](const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+      real->dispatch(op, stack);
+    });
   }
   interpreter->vtable_ = gate;
   mode.store(static_cast<PyObject*>(seeing), std::memory_order_release);

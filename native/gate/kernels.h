@@ -23,6 +23,10 @@ struct Kernels {
 
 inline auto& kernels = *new Kernels;
 
+// Launched on the device's current stream, for so many elements, with pointers and numbers. The error.
+int launch(void* function, c10::Device device, std::int64_t count,
+           std::vector<std::int64_t> arguments);
+
 // Whether it can be launched from here.
 bool is_here(const Instruction& one);
 void launch(const Instruction& one, const std::vector<Held>& inputs,

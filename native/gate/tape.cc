@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "chain.h"
 #include "from_state.h"
 #include "kernels.h"
 #include "program.h"
@@ -296,6 +297,7 @@ bool happen(std::int64_t event) {
   if (!on) return true;
   const auto found = program.events.find(event);
   if (found == program.events.end() && late.empty()) return true;
+  if (found != program.events.end() && !chain::finish_or_raise()) return false;
   const c10::impl::ExcludeDispatchKeyGuard without(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}) |
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
@@ -344,17 +346,13 @@ extern "C" {
 // A tape, in words, and who does what is not done here; Python keeps them until there are others. A
 // kernel's function is null where Python runs it. False: it cannot be followed.
 int lowtide_tape_put(const std::int64_t* words, std::int64_t count, void* const* functions,
-                     std::int64_t how_many, void* launch, std::int64_t threads, std::int64_t each,
-                     void* hand_over, void* bring, void* fused) {
+                     std::int64_t how_many, void* hand_over, void* bring, void* fused) {
   try {
     program = read_program(words, count);
   } catch (const std::exception&) {
     return 0;
   }
   kernels.functions.assign(functions, functions + how_many);
-  kernels.launch = reinterpret_cast<Launch>(launch);
-  kernels.threads = threads;
-  kernels.each = each;
   python = {static_cast<PyObject*>(hand_over), static_cast<PyObject*>(bring),
             static_cast<PyObject*>(fused)};
   return 1;

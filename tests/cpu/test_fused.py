@@ -28,7 +28,7 @@ from lowtide._runtime.delta.ledger import Ledger
 from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.delta.record import Captor, known
 from lowtide._runtime.delta.replay import Replayer
-from lowtide._runtime.fused import groups
+from lowtide._runtime.fused import groups, kernels
 from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.fused.kernel import make_kernel
 from lowtide._runtime.fused.program import Input, Made, Program, Read, Step
@@ -109,7 +109,7 @@ def test_what_does_not_make_the_same_is_not_used(
     def off_by_a_bit(program: Program, device: torch.device) -> Any:
         kernel = make_kernel(program, device)
         assert kernel is not None
-        if program is groups.PROBE:
+        if program is kernels.PROBE:
             return kernel
 
         right = kernel
@@ -123,7 +123,7 @@ def test_what_does_not_make_the_same_is_not_used(
 
         return Wrong()
 
-    monkeypatch.setattr(groups, "make_kernel", off_by_a_bit)
+    monkeypatch.setattr(kernels, "make_kernel", off_by_a_bit)
     plain, _ = train(7, None)
     ours, _ = train(7, 0.5)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
@@ -137,7 +137,7 @@ def test_where_no_kernel_can_be_made_training_goes_on(
     def fail(program: Program, device: torch.device) -> Any:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(groups, "make_kernel", fail)
+    monkeypatch.setattr(kernels, "make_kernel", fail)
     plain, _ = train(5, None)
     with pytest.warns(lowtide.LowtideWarning, match="not fused.*no compiler") as told:
         ours, _ = train(5, 0.5)
@@ -195,7 +195,7 @@ def test_what_is_right_of_zeros_alone_is_not_used(
 
         return Zeros()
 
-    monkeypatch.setattr(groups, "make_kernel", zeros)
+    monkeypatch.setattr(kernels, "make_kernel", zeros)
     chained(0.5, lambda x, _: (x.abs() * 0).tanh().mul(3).exp())
     assert on_cpu[0].wrong and not on_cpu[0].right
 
@@ -517,5 +517,5 @@ def test_a_part_of_something_very_large_is_tried_without_all_of_it() -> None:
             seen.append(inputs[0].numel())
             outputs[0][:] = -inputs[0][:1].expand(count) * 2
 
-    assert groups._agrees(program, Reading(), CPU)
+    assert kernels._agrees(program, Reading(), CPU)
     assert seen == [1]

@@ -18,7 +18,9 @@ ELEMENTWISE = frozenset(
     {
         "_to_copy.default",
         "add.Tensor",
+        "div.Scalar",
         "div.Tensor",
+        "mul.Scalar",
         "mul.Tensor",
         "neg.default",
         "pow.Tensor_Scalar",
@@ -31,13 +33,27 @@ ELEMENTWISE = frozenset(
         "tanh.default",
     }
 )
+# ... and only backward does.
+GRADIENTS = frozenset(
+    {
+        "sigmoid_backward.default",
+        "silu_backward.default",
+        "tanh_backward.default",
+        "threshold_backward.default",
+    }
+)
 DTYPES = ("bfloat16", "float16", "float32")
-_LEAST_SECONDS = 0.5e-6  # of an op, so that none is free
+LEAST_SECONDS = 0.5e-6  # of an op, so that none is free
 
 
 def _is_able(trace: Trace, op: Op) -> bool:
     """Whether it could be part of a fused kernel: numbers by number, of tensors that lie alike."""
-    if op.name.removeprefix("aten.") not in ELEMENTWISE or len(op.results) != 1:
+    return op.name.removeprefix("aten.") in ELEMENTWISE and lies_alike(trace, op)
+
+
+def lies_alike(trace: Trace, op: Op) -> bool:
+    """Whether it makes one tensor, of ones that lie like it or are read by strides."""
+    if len(op.results) != 1:
         return False
     made = trace.geometries[op.results[0].geometry]
     if made.dtype not in DTYPES:
@@ -84,7 +100,7 @@ def with_fused_reruns(trace: Trace, again: Container[int]) -> Trace:
         if any(trace.values[value].saves for value in op.writes):
             left += written
         share = left / max(1, sum(read) + written)
-        ops[i] = replace(op, again_seconds=min(op.seconds, share * op.seconds + _LEAST_SECONDS))
+        ops[i] = replace(op, again_seconds=min(op.seconds, share * op.seconds + LEAST_SECONDS))
     return replace(trace, ops=tuple(ops))
 
 

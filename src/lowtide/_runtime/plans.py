@@ -85,9 +85,17 @@ def _plan_by_tide(
         )
         with suppress(CannotFit):
             if highest is None:
-                return within(limit=limit)
-            return plan_with_layout(observed.trace, within, limit, highest)
+                return _as_measured(observed, within(limit=limit))
+            plan = plan_with_layout(observed.trace, within, limit, highest)
+            return plan and _as_measured(observed, plan)
     return None
+
+
+def _as_measured(observed: Observed, plan: Plan) -> Plan:
+    """Where nothing is moved or dropped, ops run one by one, as in the step that was traced."""
+    plain = observed.plain_seconds
+    is_plain = not plan.swaps and not plan.remakes
+    return replace(plan, plain_seconds=plain, seconds=plain if is_plain else plan.seconds)
 
 
 def plan_by_swapping(

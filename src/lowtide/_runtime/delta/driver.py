@@ -28,6 +28,7 @@ from lowtide._runtime.delta.tapes import Tapes
 from lowtide._runtime.delta.trust import Trust
 from lowtide._runtime.delta.unseen import Unseen
 from lowtide._runtime.delta.watching import Watching
+from lowtide._runtime.fused.chains import Chains
 from lowtide._runtime.fused.groups import Fuser
 from lowtide._runtime.swap.native_saves import NativeSaves
 from lowtide._runtime.swap.quiet import is_calm, is_free
@@ -57,6 +58,8 @@ class Dynamic:
         self.cap = Cap(device)
         self.room = Room(self.ledger, self._costs, budget, policy, speed)
         self.seer = Seer(self.ledger, self._costs, self.room, gate)
+        if fuser is not None:
+            self.seer.chains = Chains(fuser.kernels, wait=not self.digests)
         self.replayer = Replayer(self.ledger, self._costs, self.room, fuser)
         self.trust = Trust(verify, self.room, self._costs, self.replayer)
         self.room.recipe_of, self.room.surely_of = self.trust.reliable, self.trust.surely
@@ -73,7 +76,8 @@ class Dynamic:
         self.planned = planned
         if planned is not None:
             planned.tapes, self.tapes.following = self.tapes, planned.following
-            planned.room, planned.idle, planned.fuser = self.room, self.idle, fuser
+            planned.room, planned.idle = self.room, self.idle
+            planned.tracing.chains = self.seer.chains
             self.idle.told = self._piece
             self.idle.changed = planned.unlearn
             planned.write_down = self._write_down
@@ -205,7 +209,7 @@ class Dynamic:
         """What was traced was traced below this mode, which leaves for a moment."""
         planned.end()
         self.seer.observe = None
-        if planned.observer is None:
+        if planned.tracing.observer is None:
             return
         on_top = self._mode is not None and self._mode.is_on_top()
         if on_top:
@@ -220,7 +224,7 @@ class Dynamic:
         if self.room.budget is not None and self._mode is not None and self._mode.is_on_top():
             self._leave()
             try:
-                planned.pop_stray()
+                planned.tracing.pop_stray()
                 if planned.wants_trace():
                     self.seer.observe = planned.trace().see
             finally:
@@ -280,7 +284,7 @@ class Dynamic:
         if self._unseen.now:
             self._see_again()
         planned = self.planned
-        observer = None if planned is None else planned.observer
+        observer = None if planned is None else planned.tracing.observer
         if observer is not None:
             observer.begin_own(anew=True)  # whatever has become of the last one
         number = self._tally.save(handle.bytes)
@@ -376,17 +380,17 @@ class Dynamic:
             self._end_own()
 
     def _begin_own(self, *, anew: bool = False) -> None:
-        if self.planned is not None and self.planned.observer is not None:
-            self.planned.observer.begin_own(anew=anew)
+        if self.planned is not None and self.planned.tracing.observer is not None:
+            self.planned.tracing.observer.begin_own(anew=anew)
 
     def _end_own(self) -> None:
-        if self.planned is not None and self.planned.observer is not None:
-            self.planned.observer.end_own()
+        if self.planned is not None and self.planned.tracing.observer is not None:
+            self.planned.tracing.observer.end_own()
 
     def moving(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """An optimizer's tensor is about to lie on another storage."""
-        if self.planned is not None and self.planned.observer is not None:
-            self.planned.observer.moved(tensor, storage)
+        if self.planned is not None and self.planned.tracing.observer is not None:
+            self.planned.tracing.observer.moved(tensor, storage)
 
     def remake(self, cell: DeltaCell) -> None:
         """Have a dropped one's bytes again."""

@@ -36,12 +36,13 @@ class NativeTape:
         if self._tape is tape and self._whom[0] == hand_over:
             return True
         words, functions = tape.words, [one.kernel.function for one in tape.kernels]
-        launch = launch_address() if any(functions) else 0
+        if any(functions):
+            self._library.lowtide_kernels_launch_by(launch_address(), THREADS, WIDTH)
         whom = hand_over, bring, fused
         done = self._library.lowtide_tape_put(
             *((ctypes.c_int64 * len(words))(*words), len(words)),
             *((ctypes.c_void_p * len(functions))(*functions), len(functions)),
-            *(launch, THREADS, WIDTH, *map(id, whom)),
+            *map(id, whom),
         )
         if done:
             self._whom, self._tape = whom, tape
@@ -164,7 +165,7 @@ def _load(path: Path) -> NativeTape:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     signatures: dict[str, tuple[list[Any], Any]] = {
         "put": (
-            [pointer, number, pointer, number, pointer, number, number, *[pointer] * 3],
+            [pointer, number, pointer, number, *[pointer] * 3],
             ctypes.c_int,
         ),
         "begin": ([], None),
@@ -187,4 +188,6 @@ def _load(path: Path) -> NativeTape:
     for name, (arguments, result) in signatures.items():
         function = getattr(library, f"lowtide_tape_{name}")
         function.argtypes, function.restype = arguments, result
+    library.lowtide_kernels_launch_by.argtypes = [pointer, number, number]
+    library.lowtide_kernels_launch_by.restype = None
     return NativeTape(library)

@@ -27,7 +27,7 @@ from lowtide._runtime.delta.recipe import Value
 from lowtide._runtime.delta.replans import Replans
 from lowtide._runtime.delta.room import Room
 from lowtide._runtime.delta.tapes import Tapes
-from lowtide._runtime.fused.groups import Fuser
+from lowtide._runtime.delta.tracing import Tracing
 from lowtide._runtime.swap.follow import Follower
 from lowtide._runtime.swap.natively import plain_saves
 from lowtide._runtime.swap.observe import Observer
@@ -42,12 +42,9 @@ from lowtide._runtime.swap.script import (
 )
 
 _MOST_SCRIPTS, _MOST_MODES = 8, 1000
-_PATIENCE = 2  # steps after a traced one before another may be; doubles each time
-_NEVER = 1 << 62
 _LONGEST = 1_000_000  # events of a step
 _WHOLE = 2  # steps by a plan that are seen as a whole: from then on it is known what that takes
 _MOST_TROUBLE = 3  # ... that took more, until all are
-_FIRST = 1  # steps before the first that is traced: it is slow, and optimizers have no state yet
 
 
 class Planned:
@@ -59,7 +56,6 @@ class Planned:
     tapes: Tapes
     write_down: Callable[[frozenset[int] | None], None]  # which ops of a step; None: all
     follow: Callable[[Sequence[Item], Rooms], None]  # run them again, or drop them, in order
-    fuser: Fuser | None  # what runs several of them as one
 
     def __init__(
         self,
@@ -72,15 +68,11 @@ class Planned:
         self._began = time.perf_counter()
         self.following = Follower(self._do)
         self.replans = Replans(plan, self.following, self._exchanged, self._failed)
-        self.observer: Observer | None = None
-        self._stray: Observer | None = None  # given up, and still on the stack of modes
+        self.tracing = Tracing()
         self.mode = Mode.DYNAMIC
         self.modes: deque[Mode] = deque(maxlen=_MOST_MODES)
         self.steps: Counter[Mode] = Counter()
-        self._next_trace = _FIRST
-        self._patience = _PATIENCE
         self.before = 0  # tensors saved in all steps before this one
-        self._fuses = False  # whether what runs again in steps like the traced one runs as one
         self._ended: Script | None = None  # by which the last planned step went
         self._trouble = self._failures = 0  # drops refused, and memory short, when it began
         self._cells: list[DeltaCell | None] = []  # of this step's saves, if it is seen as a whole
@@ -91,34 +83,26 @@ class Planned:
         """Whether the step that begins should be traced."""
         return (
             self.following.is_unknown
-            and self.steps.total() >= self._next_trace
             and len(self.following.scripts) < _MOST_SCRIPTS
-            and self._stray is None
-            and Observer.can_begin()
+            and self.tracing.can_begin(self.steps.total())
         )
 
     def trace(self) -> Observer:
         """Trace the step that begins."""
-        self._next_trace = self.steps.total() + self._patience
-        self._patience *= 2
         self.mode = Mode.TRACED
         self.following.agrees = False
-        self._fuses = self.fuser is not None and self.fuser.works()  # before anything is traced
-        self.observer = Observer()
-        self.observer.begin((*self.idle.optimizers.cells, *self.idle.optimizers.guests()))
-        return self.observer
+        optimizers = self.idle.optimizers
+        return self.tracing.begin(self.steps.total(), (*optimizers.cells, *optimizers.guests()))
 
     def learn(self) -> None:
         """The traced step has ended: plan those like it."""
-        observer, self.observer = self.observer, None
-        assert observer is not None
-        if not observer.can_finish():
-            self._abandon(observer)
+        observer = self.tracing.end()
+        if observer is None:
             return
         try:
             self.idle.admit()
             states = [cell.tensor() for cell in self.idle.optimizers.cells]
-            observed = observer.finish(states, self.room.left(), fused=self._fuses)
+            observed = self.tracing.finish(observer, states, self.room.left())
             if self.following.know(observed.codes) or not observed.trace.ops:
                 return
             plan = self._plan(observed, None, None)
@@ -147,13 +131,9 @@ class Planned:
             self._let_go()
 
     def _failed(self, error: Exception) -> None:
-        self._next_trace, what = _NEVER, f"{type(error).__name__}: {error}"
+        self.tracing.never()
+        what = f"{type(error).__name__}: {error}"
         self._tell(f"planning failed ({what}), please report it; steps go on without a plan")
-
-    def _abandon(self, observer: Observer) -> None:
-        """Its mode cannot be popped here: it stays, silent, until it can."""
-        observer.abandon()
-        self._stray = observer
 
     def _give_up(self) -> None:
         self.write_down(None)
@@ -161,27 +141,11 @@ class Planned:
         self.following.depart()
         self._let_go()
         self.mode = Mode.DYNAMIC
-        observer, self.observer = self.observer, None
-        if observer is not None:
-            self._abandon(observer)
-
-    def pop_stray(self) -> None:
-        """If this is the moment."""
-        if self._stray is not None and self._stray.can_finish():
-            self._stray.pop()
-            self._stray = None
+        self.tracing.give_up()
 
     def stop(self) -> None:
         """Nothing is recorded or planned any more."""
-        observer, self.observer = self.observer or self._stray, None
-        if observer is not None and observer.can_finish():
-            if observer is self._stray:
-                observer.pop()
-            else:
-                observer.stop()
-        elif observer is not None:
-            observer.abandon()
-        self._stray = None
+        self.tracing.stop()
         self.mode = Mode.DYNAMIC
         self.following.script = None
         self.following.rest()
@@ -279,8 +243,8 @@ class Planned:
     def packed(self, handle: Handle, number: int, value: Value | None) -> None:
         """A tensor was saved, as the `number`-th of this step; it shows that value, if known."""
         handle.number = self.before + number
-        if self.observer is not None:
-            self.observer.packed(handle, number)
+        if self.tracing.observer is not None:
+            self.tracing.observer.packed(handle, number)
         cell, following = handle.cell, self.following
         if not self.room.lax:  # it is seen as a whole
             self._cells.append(cell if isinstance(cell, DeltaCell) else None)
@@ -301,13 +265,13 @@ class Planned:
 
     def unpacked(self, handle: Handle, tensor: torch.Tensor) -> None:
         """It gets it."""
-        if self.observer is not None:
-            self.observer.unpacked(handle, tensor)
+        if self.tracing.observer is not None:
+            self.tracing.observer.unpacked(handle, tensor)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        if self.observer is not None:
-            self.observer.stepping(optimizer, self.idle.optimizers.guests())
+        if self.tracing.observer is not None:
+            self.tracing.observer.stepping(optimizer, self.idle.optimizers.guests())
 
     def steps_parted(self) -> bool:
         """Whether an optimizer that is about to step does so in pieces, even if there is room.
@@ -315,12 +279,12 @@ class Planned:
         When it is traced, to know what can be gained by that; and when a plan says so.
         """
         script = self.following.script if self.mode is Mode.PLANNED else None
-        return self.observer is not None or (script is not None and not script.steps_whole)
+        return self.tracing.observer is not None or (script is not None and not script.steps_whole)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
-        if self.observer is not None:
-            self.observer.stepped(optimizer)
+        if self.tracing.observer is not None:
+            self.tracing.observer.stepped(optimizer)
 
     def _run_again(self, numbers: Sequence[int], rooms: Rooms) -> None:
         """What the plan makes again now; what is left of it is made when asked for."""
@@ -349,6 +313,8 @@ class Planned:
         ):  # as ever
             following.codes.append(code)
             self.tapes.log.at = at
+            if script.actions[at] or at in script.reruns:
+                self.tracing.finish_chain()
             if script.actions[at] or following.late:
                 with self.replans.acts as acts:
                     following.act(script.actions[at])
@@ -365,8 +331,8 @@ class Planned:
             self._give_up()
         if self.mode is not Mode.PLANNED:
             self.following.codes.append(code)
-            if self.observer is not None:
-                self.observer.event(code)
+            if self.tracing.observer is not None:
+                self.tracing.observer.event(code)
             return
         actions = following.next(code)
         self.write_down(None)

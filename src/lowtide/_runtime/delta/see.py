@@ -20,6 +20,7 @@ from lowtide._runtime.delta.record import Captor, Known, shape_key, written_by
 from lowtide._runtime.delta.rehearsal import Rehearsal
 from lowtide._runtime.delta.results import Results
 from lowtide._runtime.delta.room import Room
+from lowtide._runtime.fused.chains import Chains
 
 _SAMPLED = 16  # of so many ops, one is timed to know what seeing it costs
 
@@ -51,6 +52,7 @@ class Seer:
         self.others_watch: Callable[[], object] = lambda: False  # who writes where, besides these
         self.recorded: frozenset[int] | None = None  # ... that are written down; None: all
         self.largest = 0  # bytes that an op of this step made
+        self.chains: Chains | None = None  # ops of backward that run as one, behind the gate
         self._own_seconds, self._own_ops, self._in_op = 0.0, 0, 0.0
 
     def own_seconds_per_op(self) -> float:
@@ -117,9 +119,16 @@ class Seer:
                 self._gate.watch(None if self.others_watch() else self.ledger.tables())
                 self._gate.open(mode, self.recorded)
                 mode.learn = self._gate.learn
+                if self.chains is not None:
+                    self.chains.open()
         elif self._gate is not None and self._gate.is_open:
             self._at = number
-            self._gate.close()
+            self._close_gate(self._gate)
+
+    def _close_gate(self, gate: Gate) -> None:
+        if self.chains is not None:
+            self.chains.close()
+        gate.close()
 
     def let_write(self, pass_: bool) -> None:
         """Whether ops that write need not be seen, where there is a gate."""
@@ -134,6 +143,8 @@ class Seer:
 
     def leave_gate(self) -> None:
         """PyTorch is as it was."""
+        if self.chains is not None:
+            self.chains.leave()
         if self._gate is not None:
             self._gate.leave()
             self._gate.record_by(None)
@@ -203,6 +214,8 @@ class Seer:
         """Run an op for which a plan has made room. What is written to is noticed as ever."""
         written = self._about_to_write(what, args, kwargs) if what.writes else ()
         call = self._capture(func, what, args, kwargs, number)
+        if number < 0 and self.chains is not None:
+            self.chains.answer(func, args, kwargs)
         state = self._state_before(call) if what.facts.may_be_random else None
         failures = self.room.failures()
         began = time.perf_counter() if sampled else 0.0

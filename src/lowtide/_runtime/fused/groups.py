@@ -8,26 +8,14 @@ import torch
 
 from lowtide._runtime.delta.order import Item
 from lowtide._runtime.delta.recipe import Call, Source, Value
-from lowtide._runtime.fused.kernel import ALIGNED, Kernel, make_kernel, run_step, taken
-from lowtide._runtime.fused.program import (
-    Input,
-    Made,
-    Operand,
-    Part,
-    Program,
-    Read,
-    Step,
-    part_of,
-)
+from lowtide._runtime.fused.kernel import ALIGNED, Kernel
+from lowtide._runtime.fused.kernels import COMPARED, Kernels
+from lowtide._runtime.fused.program import Input, Part, Program, part_of, program_of
 from lowtide._runtime.swap.cell import State
-from lowtide._runtime.swap.quiet import quiet
 
 _MOST_STEPS, _MOST_INPUTS = 32, 12
 _MOST_KERNELS, _MOST_PARTS = 512, 20_000
-_COMPARED = 1 << 19  # elements at once
 DEVICES = {"cuda"}  # where that pays: on a CPU what is made for the next op is in the cache anyway
-_TRIED, _FARTHEST = 1 << 12, 1 << 20  # elements that are tried, and the place of the last
-_WORDS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(slots=True)
@@ -73,21 +61,21 @@ class Fuser:
     """Kernels by what they compute. `tell` is given a line if one cannot be made."""
 
     def __init__(self, device: torch.device, *, verify: bool, tell: Callable[[str], None]) -> None:
-        self._device = device
+        self.kernels = Kernels(device, verify=verify, tell=tell)
         self._verify = verify
-        self._tell = tell
         self._parts: dict[int, Part | None] = {}
         self._kernels: dict[Hashable, Kernel | None] = {}  # None: it is not to be used
-        self._made: dict[Program, Kernel | None] = {}
         self._right: set[Hashable] = set()
-        self._works: bool | None = None
-        self._told = False
-        self.wrong = 0  # kernels that did not make the same
 
     @property
     def right(self) -> int:
         """Kernels that are relied on."""
         return len(self._right)
+
+    @property
+    def wrong(self) -> int:
+        """Kernels that did not make the same."""
+        return self.kernels.wrong
 
     def group(
         self,
@@ -184,24 +172,8 @@ class Fuser:
         """What runs it; None: its calls run one by one."""
         if group.key in self._kernels or len(self._kernels) >= _MOST_KERNELS:
             return self._kernels.get(group.key)
-        program = _program(group)
-        if program not in self._made:
-            self._made[program] = self._make(program)
-        kernel = self._kernels[group.key] = self._made[program]
+        kernel = self._kernels[group.key] = self.kernels.of(_program(group))
         return kernel
-
-    def _make(self, program: Program) -> Kernel | None:
-        try:
-            kernel = make_kernel(program, self._device)
-            if kernel is None or not self._verify or _agrees(program, kernel, self._device):
-                return kernel
-            self.wrong += 1
-            return None
-        except Exception as error:  # noqa: BLE001 - whatever it is, calls run one by one
-            if not self._told:
-                self._told = True
-                self._tell(f"ops that run again are not fused ({type(error).__name__}: {error})")
-            return None
 
     def is_trusted(self, group: Group) -> bool:
         """Whether its kernel is known to make the same."""
@@ -211,7 +183,7 @@ class Fuser:
         """Bytes that it takes to compare."""
         kernel = self.kernel(group)
         assert kernel is not None
-        some = min(_COMPARED, group.count)
+        some = min(COMPARED, group.count)
         each = sum(group.parts[j].dtype.itemsize + 1 for j in group.outputs)
         return some * each + kernel.scratch(some)
 
@@ -221,40 +193,15 @@ class Fuser:
         """Its kernel's outputs with `made`, the same by its calls one by one."""
         kernel = self._kernels[group.key]
         assert kernel is not None
-        try:
-            right = self._makes(kernel, group, inputs, made)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._tell(f"a kernel for ops that run again failed, and is not used ({error})")
-            right = False
-        if right:
+        dtypes = [group.parts[j].dtype for j in group.outputs]
+        if self.kernels.makes_same(kernel, dtypes, inputs, made, group.count):
             self._right.add(group.key)
         else:
-            self.wrong += 1
             self._kernels[group.key] = None
-
-    def _makes(
-        self,
-        kernel: Kernel,
-        group: Group,
-        inputs: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
-    ) -> bool:
-        for first in range(0, group.count, _COMPARED):
-            some = min(_COMPARED, group.count - first)
-            rows = group.rows(some, self._device)
-            kernel(inputs, rows, first, some)
-            if not _same(rows, [row[first : first + some] for row in made]):
-                return False
-        return True
 
     def works(self) -> bool:
         """Whether kernels can be made here, and those of all ops make what PyTorch makes."""
-        if self._works is None:
-            with quiet(), torch.no_grad():
-                self._works = self._make(PROBE) is not None
-        return self._works
+        return self.kernels.works()
 
 
 def make_fuser(device: torch.device, verify: str, tell: Callable[[str], None]) -> Fuser | None:
@@ -278,89 +225,6 @@ def _wanted(group: Group, later: Sequence[Mapping[int, int]]) -> list[int]:
     return found
 
 
-def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Bit for bit."""
-    return all(
-        torch.equal(a.view(_WORDS[a.dtype.itemsize]), b.view(_WORDS[b.dtype.itemsize]))
-        for a, b in zip(some, others, strict=True)
-    )
-
-
-def _agrees(program: Program, kernel: Kernel, device: torch.device) -> bool:
-    """With PyTorch, op by op, on numbers of all sizes and some that are none.
-
-    What a step has to offer may be all zeros. Other random numbers stay as they are.
-    """
-    count = min(_TRIED, program.count or _TRIED)
-    places = [_places(given, count) for given in program.inputs]
-    while max(int(where.max()) for where in places) > _FARTHEST:  # parts of something very large
-        count = count // 2
-        places = [where[:count] for where in places]
-    draw = torch.Generator(device="cpu").manual_seed(0)
-    inputs, rows = [], []
-    for given, where in zip(program.inputs, places, strict=True):
-        tensor = torch.randn(int(where.max()) + 1, generator=draw, device="cpu")
-        tensor *= torch.exp2(torch.randint(-20, 20, tensor.shape, generator=draw, device="cpu"))
-        odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf], device="cpu")
-        tensor[: len(odd)] = odd[: len(tensor)]
-        inputs.append(tensor.to(device=device, dtype=given.dtype))
-        rows.append(inputs[-1][where.to(device)])
-    dtypes = [program.steps[j].dtype for j in program.outputs]
-    found = [torch.empty(count, dtype=dtype, device=device) for dtype in dtypes]
-    kernel(inputs, found, 0, count)
-    made: list[torch.Tensor] = []
-    for step in program.steps:
-        made.append(run_step(step, [taken(one, rows, made) for one in step.operands]))
-    expected = [made[j] for j in program.outputs]
-    for some, other in zip(found, expected, strict=True):
-        nothing = some.isnan() & other.isnan()  # of which there are many
-        some[nothing], other[nothing] = 0, 0
-    return _same(found, expected)
-
-
-def _places(given: Input, count: int) -> torch.Tensor:
-    """Where the first elements are found."""
-    numbers = torch.arange(count, device="cpu")
-    where, inner = torch.zeros_like(numbers), 1
-    for extent, stride in given.dims or ((count, 1),):
-        where += numbers // inner % extent * stride
-        inner *= extent
-    return where
-
-
 def _program(group: Group) -> Program:
-    steps = []
-    for part, places in zip(group.parts, group.places, strict=True):
-        operands: list[Operand] = []
-        for one in part.operands:
-            if isinstance(one, float):
-                operands.append(one)
-            else:
-                place = places[one]
-                operands.append(Made(place) if place >= 0 else Read(-1 - place))
-        steps.append(Step(part.op, tuple(operands), part.dtype))
-    inputs = tuple(given for _, given in group.inputs)
-    count = group.count if any(given.dims for given in inputs) else 0
-    return Program(count, inputs, tuple(steps), tuple(group.outputs))
-
-
-def _probe() -> Program:
-    """Every op, of either precision."""
-    steps: list[Step] = []
-    for k, dtype in enumerate((torch.float32, torch.bfloat16)):
-        one, other = Read(2 * k), Read(2 * k + 1)
-        square = Made(len(steps))
-        steps.append(Step("mul", (one, one), dtype))
-        steps += [Step(op, (one, other), dtype) for op in ("add", "div", "mul", "sub")]
-        steps += [Step(op, (one, 0.3), dtype) for op in ("add", "div", "mul", "rsub")]
-        steps += [Step("pow", (one, power), dtype) for power in (2.0, 3.0)]
-        steps += [Step(op, (one,), dtype) for op in ("neg", "relu", "sigmoid", "silu", "tanh")]
-        steps += [Step("rsqrt", (square,), dtype)]
-    steps += [Step("_to_copy", (Read(0),), torch.bfloat16)]
-    steps += [Step("_to_copy", (Read(2),), torch.float32)]
-    steps += [Step("add", (Read(0), Read(2)), torch.float32)]
-    inputs = [Input(dtype, ()) for dtype in (torch.float32, torch.bfloat16) for _ in range(2)]
-    return Program(0, tuple(inputs), tuple(steps), tuple(range(len(steps))))
-
-
-PROBE = _probe()
+    inputs = [given for _, given in group.inputs]
+    return program_of(group.parts, group.places, inputs, group.outputs)

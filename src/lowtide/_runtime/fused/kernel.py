@@ -23,9 +23,13 @@ _BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "rsqrt": torch.rsqrt,
     "rsub": torch.rsub,
     "sigmoid": torch.sigmoid,
+    "sigmoid_backward": torch.ops.aten.sigmoid_backward.default,
     "silu": torch.nn.functional.silu,
+    "silu_backward": torch.ops.aten.silu_backward.default,
     "sub": torch.sub,
     "tanh": torch.tanh,
+    "tanh_backward": torch.ops.aten.tanh_backward.default,
+    "threshold_backward": torch.ops.aten.threshold_backward.default,
 }
 
 

@@ -7,6 +7,7 @@ from math import prod
 import torch
 
 from lowtide._analyze.fusable import DTYPES, ELEMENTWISE
+from lowtide._analyze.fusable import GRADIENTS as BACKWARD
 from lowtide._runtime.delta.recipe import Call, Given, Source, filled
 from lowtide._runtime.swap.quiet import quiet
 
@@ -16,6 +17,8 @@ FLOATS = frozenset(getattr(torch, name) for name in DTYPES)
 _SCALED = ("add", "sub", "rsub")  # a factor may come with the second operand
 _TWO = ("add", "div", "mul", "sub")
 _POWERS = (2, 3)
+_OPERANDS = {"threshold_backward": 3}  # of what only backward has: the last is a number; else two
+GRADIENTS = {name: _OPERANDS.get(name, 2) for name in (one.partition(".")[0] for one in BACKWARD)}
 _MOST_DIMS = 5
 
 
@@ -79,7 +82,8 @@ def part_of(call: Call) -> Part | None:
     schema = call.func._schema
     name, _, _ = schema.name.partition("::")[2].partition(".")
     overload = schema.overload_name or "default"
-    if f"{name}.{overload}" not in ELEMENTWISE or call.writes or len(call.makes) != 1:
+    is_one = f"{name}.{overload}" in ELEMENTWISE or name in GRADIENTS
+    if not is_one or call.writes or len(call.makes) != 1:
         return None
     if any(source.ignored or source.dtype not in FLOATS for source in call.sources):
         return None
@@ -94,6 +98,29 @@ def part_of(call: Call) -> Part | None:
         return None
     count, dims = lying
     return Part(name, operands, dtype, count, dims)
+
+
+def program_of(
+    parts: Sequence[Part],
+    places: Sequence[Sequence[int]],
+    inputs: Sequence[Input],
+    outputs: Sequence[int],
+) -> Program:
+    """Of parts in a row. `places`: of the sources of each, the part that makes it, or from -1
+    downwards an input.
+    """
+    steps = []
+    for part, sources in zip(parts, places, strict=True):
+        operands: list[Operand] = []
+        for one in part.operands:
+            if isinstance(one, float):
+                operands.append(one)
+            else:
+                place = sources[one]
+                operands.append(Made(place) if place >= 0 else Read(-1 - place))
+        steps.append(Step(part.op, tuple(operands), part.dtype))
+    count = parts[0].count if any(given.dims for given in inputs) else 0
+    return Program(count, tuple(inputs), tuple(steps), tuple(outputs))
 
 
 def _makes_alike(call: Call, dtype: torch.dtype) -> bool:
@@ -156,7 +183,9 @@ def _operands(
         return None
     if name == "pow" and found[1:] not in [[float(power)] for power in _POWERS]:
         return None
-    if len(found) != (2 if name in (*_TWO, "rsub", "pow") else 1) or not tensors[0]:
+    if len(found) != GRADIENTS.get(name, 2 if name in (*_TWO, "rsub", "pow") else 1):
+        return None
+    if not all(tensors[: 2 if name in GRADIENTS else 1]):
         return None
     return tuple(found)
 

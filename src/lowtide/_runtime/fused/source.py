@@ -36,6 +36,17 @@ _EXPRESSIONS = {
     "silu": "{0} / (1.0f + expf(-{0}))",
     "sub": "__fsub_rn({0}, {1})",
     "tanh": "tanhf({0})",
+    "threshold_backward": "{1} <= {2} ? 0.0f : {0}",
+}
+# PyTorch computes some gradients in the type that they have, and its compiler joins a product with
+# a sum where that is a float.
+_ROUNDED = {
+    "sigmoid_backward": "__fmul_rn({round}(__fmul_rn({0}, {round}(__fsub_rn(1.0f, {1})))), {1})",
+    "tanh_backward": "__fmul_rn({0}, {round}(__fsub_rn(1.0f, {round}(__fmul_rn({1}, {1})))))",
+}
+_JOINED = {
+    "silu_backward": ("__fmul_rn(__fmul_rn({0}, {s}), __fmaf_rn({1}, __fsub_rn(1.0f, {s}), 1.0f))"),
+    "tanh_backward": "__fmul_rn({0}, __fmaf_rn(-{1}, {1}, 1.0f))",
 }
 
 CUDA = """
@@ -175,6 +186,11 @@ def _expression(step: Step) -> str:
         if isinstance(step.operands[1], float):  # PyTorch multiplies by its inverse
             return f"__fmul_rn({given[0]}, __fdiv_rn(1.0f, {given[1]}))"
         return f"__fdiv_rn({given[0]}, {given[1]})"
+    if step.op in _JOINED and (step.dtype is torch.float32 or step.op not in _ROUNDED):
+        sigmoid = _EXPRESSIONS["sigmoid"].format(given[1])
+        return _JOINED[step.op].format(*given, s=f"({sigmoid})")
+    if step.op in _ROUNDED:
+        return _ROUNDED[step.op].format(*given, round=f"round_{_SHORT[step.dtype]}")
     return _EXPRESSIONS[step.op].format(*given)
 
 

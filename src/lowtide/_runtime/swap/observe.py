@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lowtide._analyze.chained import with_chains
 from lowtide._analyze.fusable import with_fused_reruns
 from lowtide._ir import OpIndex, Trace, ValueId
 from lowtide._policy.candidates import GUEST_KINDS
@@ -27,8 +28,10 @@ from lowtide._trace.workspace import with_cpu_workspace
 class Observer:
     """Records from one end of a step to the next, while the driver tells it of every event."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_wait: Callable[[], bool] = lambda: False) -> None:
         self._recorder = Recorder(hooked=True)
+        self._may_wait = may_wait  # whether the op that is seen could, for others like it
+        self._waiting: set[int] = set()  # the recorder's ops that could
         self._thread = 0
         self._codes: list[int] = []
         self._positions: list[int] = []
@@ -104,9 +107,12 @@ class Observer:
     def see(self, run: Callable[[], Any], number: Callable[[], int]) -> Any:
         """Run an op; if the driver could run it again, that knows it by a number."""
         before = self._recorder.book.started
+        waits = self._may_wait()
         result = run()
         if self._recorder.book.started > before:  # the last of them, if it was tried again
             self._numbers[self._recorder.book.started - 1] = number()
+            if waits:
+                self._waiting.add(self._recorder.book.started - 1)
         return result
 
     def packed(self, handle: Handle, number: int) -> None:
@@ -153,16 +159,17 @@ class Observer:
         """The step has ended; `states` are the optimizers' tensors that could move.
 
         What is looked at more closely now may take `room` bytes; None: as much as it does. `fused`:
-        element-wise ops that run again do so as one.
+        element-wise ops that run again do so as one, and so do those of backward that may wait.
         """
         book = self._recorder.book
         numbers = {book.shown(t): i for i, t in enumerate(states) if t is not None}
         self.stop()
         trace, new = _cleaned(self._recorder.recording())
+        plain_seconds = sum(op.seconds for op in trace.ops)
         numbered = tuple(self._numbers.get(op, -1) for op in range(len(trace.ops)))
         if fused:
             again = {op for op, number in enumerate(numbered) if number >= 0}
-            trace = with_fused_reruns(trace, again)
+            trace = with_chains(with_fused_reruns(trace, again), self._waiting)
         guests = {
             new[old]: self._guests[entry.storage]
             for old, entry in enumerate(book.entries)
@@ -176,6 +183,7 @@ class Observer:
             states={new[old]: i for old, i in numbers.items() if old in new},
             held={new[old]: OpIndex(at) for old, at in self._alone.items() if old in new},
             numbers=numbered,
+            plain_seconds=plain_seconds,
             guests={v: i for v, i in guests.items() if trace.values[v].kind in GUEST_KINDS},
             droppable=frozenset(
                 new[old] for old, at in self._saves.items() if old in new and at in self._droppable

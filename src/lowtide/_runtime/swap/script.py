@@ -71,6 +71,7 @@ class Observed:
     droppable: frozenset[ValueId] = frozenset()  # those that can be made again
     asked: tuple[float, ...] = ()  # when each event, and the end, came in an ordinary step
     guests: Mapping[ValueId, int] = field(default_factory=dict)  # weights and gradients
+    plain_seconds: float = 0.0  # of its ops, each by itself
 
 
 @dataclass(slots=True)

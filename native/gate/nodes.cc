@@ -1,0 +1,119 @@
+#include "nodes.h"
+
+#include <c10/util/Type.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <cstdint>
+#include <string>
+#include <typeindex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace lowtide {
+namespace {
+
+using torch::autograd::Node;
+
+// What a node does with the gradient that it is given.
+enum class Way : char {
+  kOther,    // who knows
+  kReads,    // an op reads it, whichever of its gradients are asked for
+  kAffine,   // the same, unless only that of what is added is asked for: its first
+  kHandsOn,  // it, or a view of it, may be what others are given
+};
+
+const std::unordered_set<std::string>& readers() {
+  static const auto& names = *new std::unordered_set<std::string>{
+      "BmmBackward0", "ConvolutionBackward0", "CudnnBatchNormBackward0", "DivBackward0",
+      "DivBackward1", "EmbeddingBackward0", "ExpBackward0", "GeluBackward0",
+      "LogSoftmaxBackward0", "MaxPool2DWithIndicesBackward0", "MmBackward0", "MulBackward0",
+      "MulBackward1", "NativeBatchNormBackward0", "NativeDropoutBackward0",
+      "NativeGroupNormBackward0", "NativeLayerNormBackward0", "NegBackward0", "PowBackward0",
+      "ReluBackward0", "RsqrtBackward0", "ScaledDotProductCudnnAttentionBackward0",
+      "ScaledDotProductEfficientAttentionBackward0", "ScaledDotProductFlashAttentionBackward0",
+      "ScaledDotProductFlashAttentionForCpuBackward0", "SigmoidBackward0", "SiluBackward0",
+      "SoftmaxBackward0", "TanhBackward0", "ThresholdBackward0"};
+  return names;
+}
+
+const std::unordered_set<std::string>& handing_on() {
+  static const auto& names = *new std::unordered_set<std::string>{
+      "AddBackward0", "AliasBackward0", "CatBackward0", "CloneBackward0", "ExpandBackward0",
+      "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
+      "SubBackward0", "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+      "UnsqueezeBackward0", "ViewBackward0"};
+  return names;
+}
+
+// By its class, since a function of the program's may have any name.
+Way way_of(const Node& node) {
+  thread_local std::unordered_map<std::type_index, Way> known;
+  const std::type_index type(typeid(node));
+  const auto found = known.find(type);
+  if (found != known.end()) return found->second;
+  static const std::string space = "torch::autograd::generated::";
+  const std::string name = c10::demangle(typeid(node).name());
+  Way way = Way::kOther;
+  if (name.compare(0, space.size(), space) == 0) {
+    const std::string own = name.substr(space.size());
+    if (readers().count(own) != 0) way = Way::kReads;
+    if (own == "AddmmBackward0") way = Way::kAffine;
+    if (handing_on().count(own) != 0) way = Way::kHandsOn;
+  }
+  return known[type] = way;
+}
+
+constexpr int kFarthest = 12;  // nodes that hand something on to each other
+
+bool goes_to_ops(Node& from, Node& producer, int left);
+
+// Whether only ops look at a gradient that the node is given.
+bool is_read_by_ops(Node& node, Node& producer, int left) {
+  const Way way = way_of(node);
+  if (way == Way::kOther || left == 0) return false;
+  if (!node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+      !node.retains_grad_hooks().empty())
+    return false;
+  if (node.device() != producer.device() || node.stream() != producer.stream()) return false;
+  if (way == Way::kReads) return true;
+  if (way == Way::kAffine &&
+      (node.next_edge(1).is_valid() || node.next_edge(2).is_valid()))
+    return true;
+  return goes_to_ops(node, producer, left - 1);
+}
+
+// Likewise, at what it gives to others.
+bool goes_to_ops(Node& from, Node& producer, int left) {
+  if (!from.post_hooks().empty()) return false;
+  for (const auto& edge : from.next_edges())
+    if (edge.is_valid() && !is_read_by_ops(*edge.function, producer, left)) return false;
+  return true;
+}
+
+}  // namespace
+
+bool only_ops_look() {
+  namespace autograd = torch::autograd;
+  const auto* const some = autograd::get_current_graph_task_exec_info();
+  // With some gradients asked for and others not, what a node is given may be what is asked for.
+  if (some == nullptr || !some->empty() || autograd::AnomalyMode::is_enabled()) return false;
+  const auto node = autograd::get_current_node();
+  if (node == nullptr) return false;
+  struct Answer {
+    const Node* node = nullptr;
+    std::uint64_t number = 0;
+    int task = -1;
+    bool yes = false;
+  };
+  thread_local Answer last;  // another node may lie where that one did: it has another number
+  const int task = autograd::get_current_graph_task_id();
+  if (last.node != node.get() || last.number != node->sequence_nr() || last.task != task) {
+    const bool yes = way_of(*node) != Way::kOther && goes_to_ops(*node, *node, kFarthest);
+    last = {node.get(), node->sequence_nr(), task, yes};
+  }
+  return last.yes;
+}
+
+}  // namespace lowtide

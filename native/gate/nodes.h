@@ -1,0 +1,14 @@
+// Of a graph that runs backward: who is going to look at what a node makes.
+#ifndef LOWTIDE_NODES_H
+#define LOWTIDE_NODES_H
+
+namespace lowtide {
+
+// Whether nobody but ops looks at the bytes of what the node makes that runs in this thread now, and
+// what others make of that without looking: no hook, no function of the program's, no gradient that
+// is left behind, nobody on another stream or device. So those bytes need not be there before the
+// next op that reads them runs.
+bool only_ops_look();
+
+}  // namespace lowtide
+#endif
