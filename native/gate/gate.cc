@@ -105,17 +105,9 @@ class Gate final : public PyInterpreterVTable {
       if (has_class_of_its_own(*given)) return false;
     }
     if (kind == kView) return run(op, stack, count, kind);  // bytes that are not there yet, too
-    if (kind == kPlain) {
-      switch (chain::offered(op, stack, count)) {
-        case chain::Said::kWaits:
-          count_one(kind);
-          return true;
-        case chain::Said::kAsk:
-          return false;
-        case chain::Said::kNo:
-          break;
-      }
-    }
+    const auto said = kind == kPlain ? chain::offered(op, stack, count) : chain::Said::kNo;
+    if (said == chain::Said::kWaits) count_one(kind);
+    if (said != chain::Said::kNo) return said == chain::Said::kWaits;
     chain::finish();
     if (kind == kWrittenWriter) return record_write(op, stack, count, known.writes);
     if (known.writes != 0 && !writes_elsewhere(*stack, count, known.writes)) return false;

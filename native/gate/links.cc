@@ -13,7 +13,11 @@ constexpr std::size_t kMostLinks = 128;  // of one op
 
 // Never destroyed: ops may still run when the process ends.
 std::shared_mutex guard;  // of the tables
-auto& links = *new std::unordered_map<c10::OperatorHandle, std::vector<std::shared_ptr<const Link>>>;
+struct Links {
+  std::vector<std::shared_ptr<const Link>> known;
+  bool is_sum = false;
+};
+auto& links = *new std::unordered_map<c10::OperatorHandle, Links>;
 auto& kernels = *new std::map<std::vector<std::int64_t>, Kernel>;
 
 struct Asked {
@@ -24,9 +28,11 @@ thread_local Asked asked;  // about the op that Python sees now
 
 }  // namespace
 
-bool may_be_link(const c10::OperatorHandle& op) {
+Candidate candidate_of(const c10::OperatorHandle& op) {
   std::shared_lock lock(guard);
-  return links.count(op) != 0;
+  const auto found = links.find(op);
+  if (found == links.end()) return {};
+  return {true, found->second.is_sum};
 }
 
 std::shared_ptr<const Link> link_of(const c10::OperatorHandle& op, const c10::IValue* given,
@@ -35,9 +41,9 @@ std::shared_ptr<const Link> link_of(const c10::OperatorHandle& op, const c10::IV
     std::shared_lock lock(guard);
     const auto found = links.find(op);
     if (found == links.end()) return nullptr;
-    for (const auto& link : found->second)
+    for (const auto& link : found->second.known)
       if (link->form->fits(given, count)) return link;
-    if (found->second.size() == kMostLinks) return nullptr;
+    if (found->second.known.size() == kMostLinks) return nullptr;
   }
   asked = {op, Form::of(op, given, count)};
   *ask = asked.form.has_value();
@@ -60,12 +66,13 @@ using namespace lowtide::chain;
 
 extern "C" {
 
-// An op of which Python says, when asked, whether it can be a link. False: there is none.
-int lowtide_chain_may_be(const char* name, const char* overload) {
+// An op of which Python says, when asked, whether it can be a link; `is_sum`: autograd adds gradients up
+// by it. False: there is none.
+int lowtide_chain_may_be(const char* name, const char* overload, int is_sum) {
   const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!found) return 0;
   std::unique_lock lock(guard);
-  links[*found];
+  links[*found].is_sum = is_sum != 0;
   return 1;
 }
 
@@ -90,7 +97,7 @@ void lowtide_chain_answer(std::int64_t number, std::int64_t dtype, std::int64_t 
     link->is_whole.push_back((wholes >> i & 1) != 0);
   {
     std::unique_lock lock(guard);
-    auto& known = links[*asked.op];
+    auto& known = links[*asked.op].known;
     if (known.size() < kMostLinks) known.push_back(std::move(link));
   }
   asked = {};
@@ -107,7 +114,7 @@ void lowtide_chain_put(const std::int64_t* words, std::int64_t count, int trust,
 // Nothing is known: of ops, and of kernels.
 void lowtide_chain_forget() {
   std::unique_lock lock(guard);
-  for (auto& [op, known] : links) known.clear();
+  for (auto& [op, those] : links) those.known.clear();
   kernels.clear();
 }
 }

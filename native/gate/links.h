@@ -30,8 +30,11 @@ struct Link {
   bool is_mostly_alone() const { return alone.load(std::memory_order_relaxed) >= 4; }
 };
 
-// Whether it is one of those ops at all.
-bool may_be_link(const c10::OperatorHandle& op);
+// Whether it is one of those ops at all, and the one by which autograd adds gradients up.
+struct Candidate {
+  bool is_one = false, is_sum = false;
+};
+Candidate candidate_of(const c10::OperatorHandle& op);
 
 // None: nobody knows. `ask`: Python may, which sees the op now in this thread.
 std::shared_ptr<const Link> link_of(const c10::OperatorHandle& op, const c10::IValue* given,

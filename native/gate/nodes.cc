@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <typeindex>
@@ -17,24 +18,29 @@ namespace {
 using torch::autograd::Node;
 
 // What a node does with the gradient that it is given.
-enum class Way : char {
-  kOther,    // who knows
-  kReads,    // an op reads it, whichever of its gradients are asked for
-  kAffine,   // the same, unless only that of what is added is asked for: its first
-  kHandsOn,  // it, or a view of it, may be what others are given
+struct Way {
+  enum What : char {
+    kOther,    // who knows
+    kReads,    // an op reads it, whichever of its gradients are asked for
+    kAffine,   // the same, unless only that of what is added is asked for: its first
+    kHandsOn,  // it, or a view of it, may be what others are given
+  };
+  What what = kOther;
+  bool broadcasts = false;  // what it makes is as large as that
 };
 
 const std::unordered_set<std::string>& readers() {
   static const auto& names = *new std::unordered_set<std::string>{
       "BmmBackward0", "ConvolutionBackward0", "CudnnBatchNormBackward0", "DivBackward0",
       "DivBackward1", "EmbeddingBackward0", "ExpBackward0", "GeluBackward0",
-      "LogSoftmaxBackward0", "MaxPool2DWithIndicesBackward0", "MmBackward0", "MulBackward0",
-      "MulBackward1", "NativeBatchNormBackward0", "NativeDropoutBackward0",
+      "LogSoftmaxBackward0", "MaxPool2DWithIndicesBackward0", "MeanBackward0", "MeanBackward1",
+      "MmBackward0", "MulBackward0", "MulBackward1", "NativeBatchNormBackward0", "NativeDropoutBackward0",
       "NativeGroupNormBackward0", "NativeLayerNormBackward0", "NegBackward0", "PowBackward0",
       "ReluBackward0", "RsqrtBackward0", "ScaledDotProductCudnnAttentionBackward0",
       "ScaledDotProductEfficientAttentionBackward0", "ScaledDotProductFlashAttentionBackward0",
-      "ScaledDotProductFlashAttentionForCpuBackward0", "SigmoidBackward0", "SiluBackward0",
-      "SoftmaxBackward0", "TanhBackward0", "ThresholdBackward0"};
+      "ScaledDotProductFlashAttentionForCpuBackward0", "SelectBackward0", "SigmoidBackward0",
+      "SiluBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",
+      "SplitWithSizesBackward0", "TanhBackward0", "ThresholdBackward0", "UnbindBackward0"};
   return names;
 }
 
@@ -47,6 +53,13 @@ const std::unordered_set<std::string>& handing_on() {
   return names;
 }
 
+// Those that make gradients as large as what they are given, each by itself.
+const std::unordered_set<std::string>& broadcasting() {
+  static const auto& names = *new std::unordered_set<std::string>{
+      "AddBackward0", "DivBackward0", "MulBackward0", "SubBackward0"};
+  return names;
+}
+
 // By its class, since a function of the program's may have any name.
 Way way_of(const Node& node) {
   thread_local std::unordered_map<std::type_index, Way> known;
@@ -55,12 +68,13 @@ Way way_of(const Node& node) {
   if (found != known.end()) return found->second;
   static const std::string space = "torch::autograd::generated::";
   const std::string name = c10::demangle(typeid(node).name());
-  Way way = Way::kOther;
+  Way way;
   if (name.compare(0, space.size(), space) == 0) {
     const std::string own = name.substr(space.size());
-    if (readers().count(own) != 0) way = Way::kReads;
-    if (own == "AddmmBackward0") way = Way::kAffine;
-    if (handing_on().count(own) != 0) way = Way::kHandsOn;
+    if (readers().count(own) != 0) way.what = Way::kReads;
+    if (own == "AddmmBackward0") way.what = Way::kAffine;
+    if (handing_on().count(own) != 0) way.what = Way::kHandsOn;
+    way.broadcasts = broadcasting().count(own) != 0;
   }
   return known[type] = way;
 }
@@ -71,7 +85,7 @@ bool goes_to_ops(Node& from, Node& producer, int left);
 
 // Whether only ops look at a gradient that the node is given.
 bool is_read_by_ops(Node& node, Node& producer, int left) {
-  const Way way = way_of(node);
+  const Way::What way = way_of(node).what;
   if (way == Way::kOther || left == 0) return false;
   if (!node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
       !node.retains_grad_hooks().empty())
@@ -84,21 +98,55 @@ bool is_read_by_ops(Node& node, Node& producer, int left) {
   return goes_to_ops(node, producer, left - 1);
 }
 
+// Whether what it gives to another is summed up first, by an op, since that one is smaller.
+bool is_summed_up(Node& from, const torch::autograd::Edge& to) {
+  if (!way_of(from).broadcasts) return false;
+  const auto given = from.input_metadata(0).shape_as_dim_vector();
+  const auto wanted = to.function->input_metadata(to.input_nr).shape_as_dim_vector();
+  return given != wanted;
+}
+
 // Likewise, at what it gives to others.
 bool goes_to_ops(Node& from, Node& producer, int left) {
   if (!from.post_hooks().empty()) return false;
   for (const auto& edge : from.next_edges())
-    if (edge.is_valid() && !is_read_by_ops(*edge.function, producer, left)) return false;
+    if (edge.is_valid() && !is_summed_up(from, edge) &&
+        !is_read_by_ops(*edge.function, producer, left))
+      return false;
   return true;
 }
 
 }  // namespace
 
-bool only_ops_look() {
+namespace {
+
+// With some gradients asked for and others not, what a node is given may be what is asked for.
+bool is_whole_backward() {
   namespace autograd = torch::autograd;
   const auto* const some = autograd::get_current_graph_task_exec_info();
-  // With some gradients asked for and others not, what a node is given may be what is asked for.
-  if (some == nullptr || !some->empty() || autograd::AnomalyMode::is_enabled()) return false;
+  return some != nullptr && some->empty() && !autograd::AnomalyMode::is_enabled();
+}
+
+}  // namespace
+
+bool only_ops_look_at_sum(c10::IntArrayRef sizes) {
+  if (!is_whole_backward()) return false;
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr || way_of(*node).what == Way::kOther) return false;
+  bool found = false;
+  for (const auto& edge : node->next_edges()) {
+    if (!edge.is_valid()) continue;
+    const auto wanted = edge.function->input_metadata(edge.input_nr).shape_as_dim_vector();
+    if (!std::equal(wanted.begin(), wanted.end(), sizes.begin(), sizes.end())) continue;
+    if (!is_read_by_ops(*edge.function, *node, kFarthest)) return false;
+    found = true;
+  }
+  return found;
+}
+
+bool only_ops_look() {
+  namespace autograd = torch::autograd;
+  if (!is_whole_backward()) return false;
   const auto node = autograd::get_current_node();
   if (node == nullptr) return false;
   struct Answer {
@@ -110,7 +158,7 @@ bool only_ops_look() {
   thread_local Answer last;  // another node may lie where that one did: it has another number
   const int task = autograd::get_current_graph_task_id();
   if (last.node != node.get() || last.number != node->sequence_nr() || last.task != task) {
-    const bool yes = way_of(*node) != Way::kOther && goes_to_ops(*node, *node, kFarthest);
+    const bool yes = way_of(*node).what != Way::kOther && goes_to_ops(*node, *node, kFarthest);
     last = {node.get(), node->sequence_nr(), task, yes};
   }
   return last.yes;

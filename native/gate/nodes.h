@@ -2,6 +2,8 @@
 #ifndef LOWTIDE_NODES_H
 #define LOWTIDE_NODES_H
 
+#include <c10/util/ArrayRef.h>
+
 namespace lowtide {
 
 // Whether nobody but ops looks at the bytes of what the node makes that runs in this thread now, and
@@ -9,6 +11,9 @@ namespace lowtide {
 // is left behind, nobody on another stream or device. So those bytes need not be there before the
 // next op that reads them runs.
 bool only_ops_look();
+
+// The same of a sum of those sizes, which autograd makes of what the node and others have made.
+bool only_ops_look_at_sum(c10::IntArrayRef sizes);
 
 }  // namespace lowtide
 #endif

@@ -257,13 +257,16 @@ def test_steps_hold_no_more_than_is_planned(
     monkeypatch.setattr("lowtide._runtime.fused.kernel._PORTION", 1 << 8)  # which takes some, too
     monkeypatch.setattr("lowtide._runtime.delta.replans.judge", lambda _: Verdict.WAIT)
     monkeypatch.setattr("lowtide._runtime.plans._SECONDS", 0.2)
-    plain = run(build, 8)
+    plain = run(build, 10)
     with entered() as made:
-        ours = run(build, 8, int(share * max(plain.peaks)), policy="tide")
+        ours = run(build, 10, int(share * max(plain.peaks)), policy="tide")
     assert find_difference(ours.result, plain.result) is None
     script = planned_of(made[0]).main_script()
     assert script is not None and on_cpu[0].right
-    assert max(ours.peaks[5:]) <= script.plan.peak_bytes + (1 << 17)
+    most = script.plan.peak_bytes + (1 << 17)
+    compared = 4096 * 64 * 2  # what a kernel for ops of backward makes, beside what they make
+    assert max(ours.peaks[5:8]) <= most + compared
+    assert max(ours.peaks[8:]) <= most
 
 
 @pytest.mark.parametrize("name", sorted(JOBS))

@@ -18,7 +18,6 @@ from lowtide._analyze.fusable import (
 from lowtide._ir import Op, Trace, ValueId
 
 _ABLE = ELEMENTWISE | GRADIENTS
-_SUM = "add_.Tensor"  # of what waits no sum is made in place
 _MOST_OPS, _MOST_INPUTS = 32, 12
 
 
@@ -55,7 +54,7 @@ def _chains(trace: Trace, waiting: Container[int]) -> list[list[int]]:
     for i, op in enumerate(trace.ops):
         if op.view or not (op.reads or op.writes):
             continue
-        if not (i in waiting and _is_link(trace, op, made)):
+        if i not in waiting or len(op.writes) != 1 or not _is_link(trace, op):
             chain = []
             continue
         more = inputs | {value for value in op.reads if value not in made}
@@ -69,11 +68,8 @@ def _chains(trace: Trace, waiting: Container[int]) -> list[list[int]]:
     return [chain for chain in found if len(chain) > 1]
 
 
-def _is_link(trace: Trace, op: Op, made: Container[ValueId]) -> bool:
-    name = op.name.removeprefix("aten.")
-    if name == _SUM:
-        return bool(op.reads) and op.reads[0] in made and len(op.writes) == 1
-    return name in _ABLE and len(op.writes) == 1 and lies_alike(trace, op)
+def _is_link(trace: Trace, op: Op) -> bool:
+    return op.name.removeprefix("aten.") in _ABLE and lies_alike(trace, op)
 
 
 def _count(trace: Trace, op: Op) -> int:

@@ -43,7 +43,7 @@ class Seer:
         self._wants_gate = True  # nobody has asked for it yet
         self._gate: Gate | None = None
         # While a step is traced: runs an op, and asks for the number by which it can run again.
-        self.observe: Callable[[Callable[[], Any], Callable[[], int]], Any] | None = None
+        self.observe: Callable[..., Any] | None = None
         self._captured = -1  # the number of the last op, if it could be run again
         self.not_as_it_was: Callable[[], None] = lambda: None  # told of what is written down then
         self.log: Rehearsal
@@ -73,7 +73,8 @@ class Seer:
         if self.observe is not None:
             self._captured = -1
             run = partial(self._see, func, what, args, kwargs, number)
-            return self.observe(run, lambda: self._captured)
+            waits = self.chains is not None and self.chains.may_wait(func, args)
+            return self.observe(run, lambda: self._captured, waits=waits)
         see = self._pass if self.room.lax else self._see
         if self.ops % _SAMPLED:
             return see(func, what, args, kwargs, number)

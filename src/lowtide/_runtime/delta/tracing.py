@@ -34,9 +34,8 @@ class Tracing:
         """Trace it."""
         self._next = steps + self._patience
         self._patience *= 2
-        chains = self.chains
-        self._fuses = chains is not None and chains.works()  # before anything is traced
-        self.observer = Observer() if chains is None else Observer(chains.may_wait)
+        self._fuses = self.chains is not None and self.chains.works()  # before that begins
+        self.observer = Observer()
         self.observer.begin(cells)
         return self.observer
 

@@ -28,6 +28,7 @@ from lowtide._runtime.torch_build import build_gate
 _SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # PyTorch's numbers
 _NO_LINK = (-1, 0, 0, 0, 0)
 _MOST = 1024  # kernels
+_SUM = torch.ops.aten.add.Tensor  # by which autograd adds gradients up
 _COMPARED = 1 << 21  # bytes at once
 
 
@@ -79,10 +80,16 @@ class Chains:
         """Whether several ops can run as one here."""
         return self._kernels.works()
 
-    def may_wait(self) -> bool:
-        """Whether nobody but ops could tell of the op that is seen now, if it waited."""
+    def may_wait(self, func: OpOverload[..., Any], args: Sequence[Any]) -> bool:
+        """Whether nobody but ops could tell of an op that is seen now, if it waited."""
         library = self._loaded()
-        return library is not None and bool(library.lowtide_chain_may_wait())
+        if library is None or torch._C._current_graph_task_id() == -1:
+            return False
+        if not args or not isinstance(args[0], torch.Tensor):
+            return False
+        sizes = tuple(args[0].shape)
+        row = (ctypes.c_int64 * len(sizes))(*sizes)
+        return bool(library.lowtide_chain_may_wait(row, len(sizes), func is _SUM))
 
     def open(self) -> None:
         """Ops wait for each other from now on, where they may."""
@@ -103,7 +110,8 @@ class Chains:
         for name in ELEMENTWISE | GRADIENTS:
             packet, _, overload = name.partition(".")
             own = "" if overload == "default" else overload
-            library.lowtide_chain_may_be(f"aten::{packet}".encode(), own.encode())
+            is_sum = (packet, overload) == ("add", "Tensor")
+            library.lowtide_chain_may_be(f"aten::{packet}".encode(), own.encode(), is_sum)
         _Last.opened = self
 
     def finish(self) -> None:
@@ -281,9 +289,9 @@ def _load(path: Path) -> ctypes.PyDLL:
         "begin": ([pointer, pointer, pointer], None),
         "end": ([], None),
         "finish": ([], ctypes.c_int),
-        "may_wait": ([], ctypes.c_int),
+        "may_wait": ([pointer, number, ctypes.c_int], ctypes.c_int),
         "take_counts": ([pointer], None),
-        "may_be": ([text, text], ctypes.c_int),
+        "may_be": ([text, text, ctypes.c_int], ctypes.c_int),
         "is_asked": ([text, text], ctypes.c_int),
         "answer": ([number, number, number, number, ctypes.c_uint64], None),
         "put": ([pointer, number, ctypes.c_int, pointer, number], None),

@@ -28,10 +28,9 @@ from lowtide._trace.workspace import with_cpu_workspace
 class Observer:
     """Records from one end of a step to the next, while the driver tells it of every event."""
 
-    def __init__(self, may_wait: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self) -> None:
         self._recorder = Recorder(hooked=True)
-        self._may_wait = may_wait  # whether the op that is seen could, for others like it
-        self._waiting: set[int] = set()  # the recorder's ops that could
+        self._waiting: set[int] = set()  # the recorder's ops that may wait for others
         self._thread = 0
         self._codes: list[int] = []
         self._positions: list[int] = []
@@ -104,10 +103,12 @@ class Observer:
         for value in gone:
             del self._cells[value]
 
-    def see(self, run: Callable[[], Any], number: Callable[[], int]) -> Any:
-        """Run an op; if the driver could run it again, that knows it by a number."""
+    def see(self, run: Callable[[], Any], number: Callable[[], int], *, waits: bool) -> Any:
+        """Run an op; if the driver could run it again, that knows it by a number.
+
+        `waits`: in steps like this one it may.
+        """
         before = self._recorder.book.started
-        waits = self._may_wait()
         result = run()
         if self._recorder.book.started > before:  # the last of them, if it was tried again
             self._numbers[self._recorder.book.started - 1] = number()
