@@ -1,5 +1,6 @@
 #include "chain.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>
@@ -29,12 +30,21 @@ std::atomic<bool> waits{false};
 auto& waiting = *new Chain;
 std::thread::id owner;
 std::atomic<bool> on{false};
+// Saved tensors that hooks of the program's are asked for, which may do anything.
+std::atomic<bool> others_unpack{false};
+std::atomic<std::size_t> hooks_before{0};
+std::atomic<std::thread::id> first_thread{};
+
+std::size_t hooks() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
+
 std::atomic<std::int64_t> joined{0};
 
-// The chain, if it waits for this thread, or for anybody.
-std::optional<Chain> take(bool anybody) {
+// What waits: this thread's, to be run; another's only if that was broken off, to be forgotten. What a
+// backward is still at, somebody refers to.
+std::optional<Chain> take() {
   const std::lock_guard<std::mutex> lock(guard);
-  if (!waits || !(anybody || owner == std::this_thread::get_id())) return std::nullopt;
+  if (!waits) return std::nullopt;
+  if (owner != std::this_thread::get_id() && !wanted_of(waiting).empty()) return std::nullopt;
   waits = false;
   return std::exchange(waiting, Chain{});
 }
@@ -85,7 +95,15 @@ bool join(Chain& chain, const std::shared_ptr<const Link>& link,
 
 // Whether an op that backward calls now in this thread could wait, of a result of those sizes.
 bool may_wait(c10::IntArrayRef sizes, bool is_sum) {
-  return only_ops_look() || (is_sum && only_ops_look_at_sum(sizes));
+  return !others_unpack.load(std::memory_order_relaxed) &&
+      (only_ops_look() || (is_sum && only_ops_look_at_sum(sizes)));
+}
+
+bool is_plain_memory(const c10::IValue& given) {
+  if (!given.isTensor() || !given.toTensor().defined()) return false;
+  const at::Tensor& tensor = given.toTensor();
+  return tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() &&
+      !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 std::vector<c10::Storage> given_to(const torch::jit::Stack& stack, std::size_t count) {
@@ -117,7 +135,7 @@ Said offered(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_
   if (!on.load(std::memory_order_acquire) || c10::GradMode::is_enabled()) return Said::kNo;
   const Candidate candidate = candidate_of(op);
   const c10::IValue* const first = stack->data() + (stack->size() - count);
-  if (!candidate.is_one || !first->isTensor() ||
+  if (!candidate.is_one || !is_plain_memory(*first) ||
       !may_wait(first->toTensor().sizes(), candidate.is_sum))
     return Said::kNo;
   bool ask = false;
@@ -156,8 +174,22 @@ Said offered(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_
 
 void finish() {
   if (!waits.load(std::memory_order_acquire)) return;
-  std::optional<Chain> chain = take(false);
+  std::optional<Chain> chain = take();
   if (chain) run(*std::move(chain));
+}
+
+void look_at_hooks() {
+  if (!on.load(std::memory_order_relaxed)) return;
+  const bool is_first = first_thread.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  if (hooks() > (is_first ? hooks_before.load(std::memory_order_relaxed) : 0))
+    others_unpack.store(true, std::memory_order_relaxed);
+}
+
+void finish_or_forget() {
+  try {
+    finish();
+  } catch (const std::exception&) {  // a backward was broken off: nobody asks for what it was to make
+  }
 }
 
 bool finish_or_raise() {
@@ -176,35 +208,25 @@ void fall_back_on(Dispatch dispatch) { by_python = dispatch; }
 
 using namespace lowtide;
 
-namespace {
-
-// What a backward that was broken off has left, in whichever thread.
-void settle() {
-  std::optional<chain::Chain> left = chain::take(true);
-  try {
-    if (left) chain::run(*std::move(left));
-  } catch (const std::exception&) {  // nobody asks for what it was to make
-  }
-}
-
-}  // namespace
-
 // Called with Python's lock held.
 extern "C" {
 
 // Ops wait from now on. Who makes kernels, runs those without a function, and compares what they make;
 // Python keeps them until `lowtide_chain_end`.
 void lowtide_chain_begin(void* make, void* run, void* prove) {
-  settle();
+  chain::finish_or_forget();
+  chain::hooks_before = chain::hooks();
+  chain::first_thread = std::this_thread::get_id();
+  chain::others_unpack = false;
   chain::python = {static_cast<PyObject*>(make), static_cast<PyObject*>(run),
                    static_cast<PyObject*>(prove)};
   chain::on = true;
 }
 
-// None waits any more, in whichever thread.
+// None begins to wait any more. What another thread's backward is at, it finishes itself.
 void lowtide_chain_end() {
   chain::on = false;
-  settle();
+  chain::finish_or_forget();
   chain::python = {};
 }
 

@@ -4,7 +4,8 @@
 // they are called: they wait, in a *chain*, until an op comes that is none of them. Then one kernel
 // makes what somebody still refers to, and the rest is never in memory.
 //
-// 1. Only where nobody but ops can look at what is made (nodes.h), so that nobody can tell.
+// 1. Only where nobody but ops can look at what is made, and nothing else of the program's runs in
+//    between, which might change what they read (nodes.h): so nobody can tell.
 // 2. Any op that does not wait itself, and does more than show what it is given, comes after all that
 //    waits has run, in the same thread.
 // 3. What they read is referred to meanwhile: so no plan takes its bytes, and whoever writes is an op.
@@ -33,6 +34,12 @@ Said offered(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_
 
 // What waits in this thread runs now.
 void finish();
+
+// An op is called where there are gradients: whether hooks of the program's are there for what it saves.
+void look_at_hooks();
+
+// What waits, where nobody can be thrown at, and nobody needs it.
+void finish_or_forget();
 
 // The same, for who cannot be thrown at. False: Python has raised.
 bool finish_or_raise();

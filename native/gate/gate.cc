@@ -96,6 +96,7 @@ class Gate final : public PyInterpreterVTable {
     if (!is_open()) return false;
     offer_nothing();
     chain::ask_nothing();
+    if (c10::GradMode::is_enabled()) chain::look_at_hooks();
     const Known known = interest(op);
     const Kind kind = known.kind;
     if (kind == kUnknown) return false;

@@ -17,6 +17,8 @@ namespace {
 
 using torch::autograd::Node;
 
+const auto& kGenerated = *new std::string("torch::autograd::generated::");
+
 // What a node does with the gradient that it is given.
 struct Way {
   enum What : char {
@@ -66,11 +68,10 @@ Way way_of(const Node& node) {
   const std::type_index type(typeid(node));
   const auto found = known.find(type);
   if (found != known.end()) return found->second;
-  static const std::string space = "torch::autograd::generated::";
   const std::string name = c10::demangle(typeid(node).name());
   Way way;
-  if (name.compare(0, space.size(), space) == 0) {
-    const std::string own = name.substr(space.size());
+  if (name.compare(0, kGenerated.size(), kGenerated) == 0) {
+    const std::string own = name.substr(kGenerated.size());
     if (readers().count(own) != 0) way.what = Way::kReads;
     if (own == "AddmmBackward0") way.what = Way::kAffine;
     if (handing_on().count(own) != 0) way.what = Way::kHandsOn;
@@ -87,9 +88,6 @@ bool goes_to_ops(Node& from, Node& producer, int left);
 bool is_read_by_ops(Node& node, Node& producer, int left) {
   const Way::What way = way_of(node).what;
   if (way == Way::kOther || left == 0) return false;
-  if (!node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
-      !node.retains_grad_hooks().empty())
-    return false;
   if (node.device() != producer.device() || node.stream() != producer.stream()) return false;
   if (way == Way::kReads) return true;
   if (way == Way::kAffine &&
@@ -101,14 +99,14 @@ bool is_read_by_ops(Node& node, Node& producer, int left) {
 // Whether what it gives to another is summed up first, by an op, since that one is smaller.
 bool is_summed_up(Node& from, const torch::autograd::Edge& to) {
   if (!way_of(from).broadcasts) return false;
-  const auto given = from.input_metadata(0).shape_as_dim_vector();
-  const auto wanted = to.function->input_metadata(to.input_nr).shape_as_dim_vector();
-  return given != wanted;
+  const auto& given = from.input_metadata(0);
+  const auto& wanted = to.function->input_metadata(to.input_nr);
+  return !given.is_nested_tensor() && !wanted.is_nested_tensor() &&
+      given.shape_as_dim_vector() != wanted.shape_as_dim_vector();
 }
 
 // Likewise, at what it gives to others.
 bool goes_to_ops(Node& from, Node& producer, int left) {
-  if (!from.post_hooks().empty()) return false;
   for (const auto& edge : from.next_edges())
     if (edge.is_valid() && !is_summed_up(from, edge) &&
         !is_read_by_ops(*edge.function, producer, left))
@@ -120,23 +118,55 @@ bool goes_to_ops(Node& from, Node& producer, int left) {
 
 namespace {
 
-// With some gradients asked for and others not, what a node is given may be what is asked for.
-bool is_whole_backward() {
+// Whether nothing of the program's runs in between: all nodes are PyTorch's own, without hooks.
+bool is_without_others(const std::unordered_set<Node*>& nodes) {
+  thread_local std::unordered_map<std::type_index, bool> own;
+  for (Node* const node : nodes) {
+    const auto [found, is_new] = own.try_emplace(std::type_index(typeid(*node)), false);
+    if (is_new) {
+      const std::string name = c10::demangle(typeid(*node).name());
+      found->second = name.compare(0, kGenerated.size(), kGenerated) == 0 ||
+          name == "torch::autograd::AccumulateGrad" || name == "torch::autograd::GraphRoot" ||
+          name == "torch::autograd::CopyBackwards";
+    }
+    if (!found->second || !node->pre_hooks().empty() || !node->tensor_pre_hooks().empty() ||
+        !node->retains_grad_hooks().empty() || !node->post_hooks().empty() ||
+        node->tensor_post_acc_grad_hooks() != nullptr)
+      return false;
+  }
+  return true;
+}
+
+// Of the backward that goes on in this thread, looked at once.
+bool is_plain_backward() {
   namespace autograd = torch::autograd;
-  const auto* const some = autograd::get_current_graph_task_exec_info();
-  return some != nullptr && some->empty() && !autograd::AnomalyMode::is_enabled();
+  thread_local int last = -1;
+  thread_local bool is_plain = false;
+  const int task = autograd::get_current_graph_task_id();
+  if (task == -1) return false;
+  if (task != last) {
+    const auto* const some = autograd::get_current_graph_task_exec_info();
+    const auto* const nodes = autograd::get_current_graph_task_nodes_in_graph();
+    last = task;
+    // With some gradients asked for and others not, what a node is given may be what is asked for.
+    is_plain = some != nullptr && some->empty() && nodes != nullptr && is_without_others(*nodes) &&
+        !autograd::AnomalyMode::is_enabled();
+  }
+  return is_plain;
 }
 
 }  // namespace
 
 bool only_ops_look_at_sum(c10::IntArrayRef sizes) {
-  if (!is_whole_backward()) return false;
+  if (!is_plain_backward()) return false;
   const auto node = torch::autograd::get_current_node();
   if (node == nullptr || way_of(*node).what == Way::kOther) return false;
   bool found = false;
   for (const auto& edge : node->next_edges()) {
     if (!edge.is_valid()) continue;
-    const auto wanted = edge.function->input_metadata(edge.input_nr).shape_as_dim_vector();
+    const auto& metadata = edge.function->input_metadata(edge.input_nr);
+    if (metadata.is_nested_tensor()) return false;
+    const auto wanted = metadata.shape_as_dim_vector();
     if (!std::equal(wanted.begin(), wanted.end(), sizes.begin(), sizes.end())) continue;
     if (!is_read_by_ops(*edge.function, *node, kFarthest)) return false;
     found = true;
@@ -146,7 +176,7 @@ bool only_ops_look_at_sum(c10::IntArrayRef sizes) {
 
 bool only_ops_look() {
   namespace autograd = torch::autograd;
-  if (!is_whole_backward()) return false;
+  if (!is_plain_backward()) return false;
   const auto node = autograd::get_current_node();
   if (node == nullptr) return false;
   struct Answer {

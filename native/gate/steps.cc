@@ -38,14 +38,6 @@ void move_bytes(const c10::Storage& from, const c10::Storage& to) {
   source->set_nbytes(0);
 }
 
-// The steps whose results somebody refers to, besides the chain.
-std::vector<int> wanted_of(const Chain& chain) {
-  std::vector<int> found;
-  for (std::size_t j = 0; j < chain.steps.size(); ++j)
-    if (chain.steps[j].made.use_count() > 1) found.push_back(static_cast<int>(j));
-  return found;
-}
-
 // Steps without which what is wanted cannot be made.
 std::vector<bool> needed_of(const Chain& chain, const std::vector<int>& wanted) {
   std::vector<bool> needed(chain.steps.size(), false);
@@ -126,7 +118,9 @@ bool call_python(PyObject* what, const std::vector<PyObject*>& given) {
   PyObject* const all[] = {given.size() > 0 ? given[0] : nullptr,
                            given.size() > 1 ? given[1] : nullptr,
                            given.size() > 2 ? given[2] : nullptr};
+  Py_IncRef(what);  // it may be forgotten meanwhile
   PyObject* const said = PyObject_CallFunctionObjArgs(what, all[0], all[1], all[2], nullptr);
+  Py_DecRef(what);
   for (PyObject* const one : given) Py_DecRef(one);
   if (said == nullptr) raise_soon();
   if (said != nullptr) Py_DecRef(said);
@@ -144,7 +138,8 @@ std::vector<at::Tensor> run_kernel(const Chain& chain, const Kernel& kernel,
   for (const Input& input : chain.inputs) {
     const auto address = reinterpret_cast<std::uintptr_t>(input.storage.data()) +
         static_cast<std::uintptr_t>(input.look().offset) * c10::elementSize(input.look().dtype);
-    if (input.link->is_whole[input.which] && address % kAligned != 0) return {};
+    if (input.storage.data() == nullptr || (input.link->is_whole[input.which] && address % kAligned != 0))
+      return {};
     arguments.push_back(static_cast<std::int64_t>(address));
   }
   std::vector<at::Tensor> rows;
@@ -197,6 +192,13 @@ std::vector<std::int64_t> words_of(const Chain& chain, const std::vector<int>& w
 }
 
 }  // namespace
+
+std::vector<int> wanted_of(const Chain& chain) {
+  std::vector<int> found;
+  for (std::size_t j = 0; j < chain.steps.size(); ++j)
+    if (chain.steps[j].made.use_count() > 1) found.push_back(static_cast<int>(j));
+  return found;
+}
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);

@@ -59,6 +59,9 @@ inline std::atomic<std::int64_t> kernels_run{0};
 
 c10::Stream current_stream(c10::Device device);
 
+// The steps whose results somebody refers to, besides the chain.
+std::vector<int> wanted_of(const Chain& chain);
+
 // What somebody refers to, besides the chain, is made.
 void run(Chain chain);
 

@@ -1,8 +1,11 @@
 """Element-wise ops of backward that run as one: the same bits, and nobody can tell."""
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from waits import raw, waiting
 
 from lowtide._runtime.fused import kernels
@@ -354,3 +358,107 @@ def test_every_gradient_makes_what_pytorch_makes() -> None:
     for op in GRADIENTS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert found.can(op, dtype), (op, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_none_of_them() -> None:
+    def step() -> tuple[torch.Tensor, ...]:
+        weight, parts = leaf(8, 4, seed=2), [leaf(4, 8), leaf(3, 8, seed=1)]
+        nested = torch.nested.as_nested_tensor(parts)
+        made = torch.nested.to_padded_tensor(nested * 2.0 * nested, 0.0)
+        (made @ weight).sum().backward()
+        return tuple(one.grad for one in (weight, *parts) if one.grad is not None)
+
+    check(step)
+
+
+def among_others(hook: Callable[[torch.Tensor, torch.Tensor], object]) -> Step:
+    """A hook on another branch runs in the midst of a chain: it is given a buffer that backward has
+    read before, and a value that it comes to later.
+    """
+
+    def step() -> tuple[torch.Tensor, ...]:
+        weight, other, buffer = leaf(16, 16), leaf(5, 5, seed=5), torch.full((16, 16), 2.0)
+        flat = other.view(25)
+        first = torch.tanh(leaf(16, 16, seed=1).detach() @ weight)
+        later = first * 3.0
+        branch = flat.view(5, 5)
+        last = torch.tanh(torch.tanh(later) * buffer)
+        branch.register_hook(lambda _: hook(buffer, later) and None)
+        ((last @ leaf(16, 4, seed=3).detach()).sum() + branch.sum()).backward()
+        assert weight.grad is not None and other.grad is not None
+        return weight.grad, other.grad
+
+    return step
+
+
+def test_a_hook_may_write_where_no_op_does() -> None:
+    def write(buffer: torch.Tensor, _: torch.Tensor) -> None:
+        buffer.numpy()[:] = 7.0
+
+    check(among_others(write))
+
+
+def test_a_hook_may_take_bytes_away() -> None:
+    def take(buffer: torch.Tensor, _: torch.Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+
+    check(among_others(take))
+
+
+def test_a_hook_may_register_another() -> None:
+    check(
+        among_others(lambda _, later: later.register_hook(lambda gradient: raw(gradient) and None))
+    )
+
+
+def test_saved_tensors_may_come_back_in_one_buffer() -> None:
+    def step() -> tuple[torch.Tensor, ...]:
+        weight, buffer = leaf(16, 16), torch.empty(16, 16).numpy()
+
+        def unpack(kept: Any) -> torch.Tensor:
+            buffer[...] = kept
+            return torch.from_numpy(buffer)
+
+        hidden = leaf(16, 16, seed=1).detach() @ weight
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), unpack):
+            made = torch.tanh(torch.sigmoid(torch.tanh(hidden)))
+        (made @ leaf(16, 4, seed=3).detach()).sum().backward()
+        assert weight.grad is not None
+        return (weight.grad,)
+
+    check(step)
+
+
+@contextmanager
+def mode_again(mode: Any) -> Iterator[None]:
+    """In another thread."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+def test_another_thread_may_end_its_step() -> None:
+    """Chains are closed and opened again while backwards go on in two threads."""
+    step = gradients(lambda x: gelu(gelu(x)))
+    expected = [raw(one) for one in step()]
+    wrong: list[object] = []
+    with waiting(CPU) as chains:
+        mode = _get_current_dispatch_mode()
+
+        def many() -> None:
+            with mode_again(mode):
+                for _ in range(60):
+                    if [raw(one) for one in step()] != expected:
+                        wrong.append("other bits")
+
+        threads = [threading.Thread(target=many) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            chains.close()
+            chains.open()
+            time.sleep(0.0005)
+    assert not wrong
