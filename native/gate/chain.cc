@@ -30,8 +30,10 @@ std::atomic<bool> waits{false};
 auto& waiting = *new Chain;
 std::thread::id owner;
 std::atomic<bool> on{false};
-// Saved tensors that hooks of the program's are asked for, which may do anything.
-std::atomic<bool> others_unpack{false};
+// Hooks of the program's are asked for saved tensors, and may do anything: no op waits until it was
+// begun so often without any, since the backward of a step may come in one after it.
+std::atomic<int> wary{0};
+constexpr int kWary = 8;
 std::atomic<std::size_t> hooks_before{0};
 std::atomic<std::thread::id> first_thread{};
 
@@ -95,7 +97,7 @@ bool join(Chain& chain, const std::shared_ptr<const Link>& link,
 
 // Whether an op that backward calls now in this thread could wait, of a result of those sizes.
 bool may_wait(c10::IntArrayRef sizes, bool is_sum) {
-  return !others_unpack.load(std::memory_order_relaxed) &&
+  return wary.load(std::memory_order_relaxed) == 0 &&
       (only_ops_look() || (is_sum && only_ops_look_at_sum(sizes)));
 }
 
@@ -182,7 +184,7 @@ void look_at_hooks() {
   if (!on.load(std::memory_order_relaxed)) return;
   const bool is_first = first_thread.load(std::memory_order_relaxed) == std::this_thread::get_id();
   if (hooks() > (is_first ? hooks_before.load(std::memory_order_relaxed) : 0))
-    others_unpack.store(true, std::memory_order_relaxed);
+    wary.store(kWary, std::memory_order_relaxed);
 }
 
 void finish_or_forget() {
@@ -217,11 +219,14 @@ void lowtide_chain_begin(void* make, void* run, void* prove) {
   chain::finish_or_forget();
   chain::hooks_before = chain::hooks();
   chain::first_thread = std::this_thread::get_id();
-  chain::others_unpack = false;
+  if (chain::wary > 0) --chain::wary;
   chain::python = {static_cast<PyObject*>(make), static_cast<PyObject*>(run),
                    static_cast<PyObject*>(prove)};
   chain::on = true;
 }
+
+// What was seen of hooks was of others.
+void lowtide_chain_trust() { chain::wary = 0; }
 
 // None begins to wait any more. What another thread's backward is at, it finishes itself.
 void lowtide_chain_end() {

@@ -138,8 +138,8 @@ std::vector<at::Tensor> run_kernel(const Chain& chain, const Kernel& kernel,
   for (const Input& input : chain.inputs) {
     const auto address = reinterpret_cast<std::uintptr_t>(input.storage.data()) +
         static_cast<std::uintptr_t>(input.look().offset) * c10::elementSize(input.look().dtype);
-    if (input.storage.data() == nullptr || (input.link->is_whole[input.which] && address % kAligned != 0))
-      return {};
+    const bool aligned = address % kAligned == 0 || !input.link->is_whole[input.which];
+    if (input.storage.data() == nullptr || !aligned) return {};
     arguments.push_back(static_cast<std::int64_t>(address));
   }
   std::vector<at::Tensor> rows;

@@ -430,6 +430,24 @@ def test_saved_tensors_may_come_back_in_one_buffer() -> None:
     check(step)
 
 
+def test_a_graph_may_be_of_the_step_before(chains: Chains) -> None:
+    """Forward in one step, with hooks that unpack, and backward in the next."""
+    kept: list[torch.Tensor] = []
+
+    def forward() -> torch.Tensor:
+        hidden = leaf(16, 16, seed=1).detach() @ leaf(16, 16)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return torch.tanh(torch.sigmoid(torch.tanh(hidden))).sum()
+
+    for _ in range(ROUNDS):
+        chains.take_counts()
+        if kept:
+            kept.pop().backward()
+        kept.append(forward())
+        chains.open()  # another step begins
+    assert chains.take_counts() == (0, 0)
+
+
 @contextmanager
 def mode_again(mode: Any) -> Iterator[None]:
     """In another thread."""

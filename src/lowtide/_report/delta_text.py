@@ -32,6 +32,7 @@ class DeltaSummary:
     ops: int
     driver_seconds: float
     kernels: int = 0  # each of which runs several ops again as one
+    chains: int = 0  # kernels, each of which runs several ops of backward as one
     kernels_refused: int = 0  # that did not make the same
 
 
@@ -54,10 +55,11 @@ def render_delta(summary: DeltaSummary) -> str:
         f"the original, {summary.demoted} refused",
         f"{summary.ops} ops seen, at {format_seconds(summary.driver_seconds)} an op",
     ]
-    if summary.kernels or summary.kernels_refused:
+    if summary.kernels or summary.chains or summary.kernels_refused:
+        backward = f"{summary.chains} several ops of backward, " if summary.chains else ""
         lines.append(
-            f"{summary.kernels} kernels run several of those at once, bit for bit as one by one; "
-            f"{summary.kernels_refused} refused"
+            f"{summary.kernels} kernels run several of those at once, {backward}"
+            f"bit for bit as one by one; {summary.kernels_refused} refused"
         )
     if summary.out_of_memory:
         lines.append(f"{summary.out_of_memory} times out of memory, and on")

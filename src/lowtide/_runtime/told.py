@@ -13,7 +13,7 @@ from lowtide._runtime.swap.follow import in_words
 def summarize(dynamic: Dynamic, policy: str, budget_bytes: int | None) -> DeltaSummary:
     """What was seen where steps are watched op by op."""
     counts = dynamic.room.counts
-    planned, fuser = dynamic.planned, dynamic.replayer.fuser
+    planned, fuser, chains = dynamic.planned, dynamic.replayer.fuser, dynamic.seer.chains
     script = None if planned is None else planned.main_script()
     return DeltaSummary(
         policy=policy,
@@ -38,6 +38,7 @@ def summarize(dynamic: Dynamic, policy: str, budget_bytes: int | None) -> DeltaS
         ops=dynamic.seer.ops,
         driver_seconds=dynamic.seer.own_seconds_per_op(),
         kernels=0 if fuser is None else fuser.right,
+        chains=0 if chains is None else chains.right,
         kernels_refused=0 if fuser is None else fuser.wrong,
     )
 

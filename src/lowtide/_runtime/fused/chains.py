@@ -103,6 +103,7 @@ class Chains:
     def _begin_anew(self, library: ctypes.PyDLL) -> None:
         """What others have made known is theirs."""
         library.lowtide_chain_forget()
+        library.lowtide_chain_trust()
         self._links.clear()
         self._ready.clear()
         if self._kernels.device.type == "cuda":
@@ -296,6 +297,7 @@ def _load(path: Path) -> ctypes.PyDLL:
         "answer": ([number, number, number, number, ctypes.c_uint64], None),
         "put": ([pointer, number, ctypes.c_int, pointer, number], None),
         "forget": ([], None),
+        "trust": ([], None),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, f"lowtide_chain_{name}")
