@@ -248,13 +248,13 @@ _with = settings(
 )
 
 
-@settings(_with, max_examples=50)
+@settings(_with, max_examples=80)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_within_the_budget(program: str, share: float) -> None:
     check(program, share, policy="delta")
 
 
-@settings(_with, max_examples=35)
+@settings(_with, max_examples=50)
 @given(program=programs, share=st.floats(0.1, 1), seed=st.integers(0, 1000))
 def test_so_they_do_whatever_the_director_says(program: str, share: float, seed: int) -> None:
     draw = random.Random(seed)
@@ -270,20 +270,20 @@ def test_so_they_do_whatever_the_director_says(program: str, share: float, seed:
         check(program, share, SPARE + SOME, policy="delta")
 
 
-@settings(_with, max_examples=20)
+@settings(_with, max_examples=30)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_so_they_do_by_dtr_if_it_can(program: str, share: float) -> None:
     with suppress(OutOfBudget):  # what cannot be made again cannot leave
         check(program, share, policy="dtr")
 
 
-@settings(_with, max_examples=20)
+@settings(_with, max_examples=30)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_programs_train_bit_for_bit_by_the_published_policy(program: str, share: float) -> None:
     check(program, share, policy="delta-as-published")
 
 
-@settings(_with, max_examples=20)
+@settings(_with, max_examples=30)
 @given(program=programs, share=st.floats(0.1, 1))
 def test_so_they_do_by_plan(program: str, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
