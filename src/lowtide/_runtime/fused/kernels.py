@@ -64,8 +64,13 @@ class Kernels:
         count: int,
     ) -> bool:
         """Of these types, from these `inputs`: what the ops have `made`, so many elements."""
+        right = True
         try:
-            right = self._makes_same(kernel, dtypes, inputs, made, count)
+            for first in range(0, count, COMPARED):
+                some = min(COMPARED, count - first)
+                rows = [torch.empty(some, dtype=dtype, device=self.device) for dtype in dtypes]
+                kernel(inputs, rows, first, some)
+                right = right and _same(rows, [row[first : first + some] for row in made])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -73,22 +78,6 @@ class Kernels:
             right = False
         self.wrong += not right
         return right
-
-    def _makes_same(
-        self,
-        kernel: Kernel,
-        dtypes: Sequence[torch.dtype],
-        inputs: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
-        count: int,
-    ) -> bool:
-        for first in range(0, count, COMPARED):
-            some = min(COMPARED, count - first)
-            rows = [torch.empty(some, dtype=dtype, device=self.device) for dtype in dtypes]
-            kernel(inputs, rows, first, some)
-            if not _same(rows, [row[first : first + some] for row in made]):
-                return False
-        return True
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
