@@ -1,5 +1,8 @@
 """What takes longest begins first: else one worker is left with it at the end."""
 
+import gc
+import sys
+
 import pytest
 
 _LONG = (
@@ -14,3 +17,18 @@ _LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.nodeid for name in _LONG))
+
+
+_modules = 0  # that were there when garbage was last collected
+
+
+def pytest_runtest_setup() -> None:
+    """What imports have made stays: to look through all of that for garbage took half of the time.
+
+    Tests look for garbage, and lowtide for tensors, among what is younger.
+    """
+    global _modules
+    if len(sys.modules) != _modules:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
