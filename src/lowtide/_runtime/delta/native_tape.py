@@ -10,7 +10,7 @@ import torch
 
 from lowtide._native import NoNative
 from lowtide._runtime.delta.rehearsal import Tape
-from lowtide._runtime.fused.source import THREADS, WIDTH
+from lowtide._runtime.fused.source import EACH, THREADS
 from lowtide._runtime.swap.cuda_driver import launch_address
 from lowtide._runtime.torch_build import build_gate
 
@@ -37,7 +37,7 @@ class NativeTape:
             return True
         words, functions = tape.words, [one.kernel.function for one in tape.kernels]
         if any(functions):
-            self._library.lowtide_kernels_launch_by(launch_address(), THREADS, WIDTH)
+            self._library.lowtide_kernels_launch_by(launch_address(), THREADS, EACH)
         whom = hand_over, bring, fused
         done = self._library.lowtide_tape_put(
             *((ctypes.c_int64 * len(words))(*words), len(words)),

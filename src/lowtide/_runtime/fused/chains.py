@@ -20,7 +20,7 @@ from lowtide._runtime.delta.recipe import GIVEN, NOBODY, Call, Look, Source, see
 from lowtide._runtime.fused.kernel import Kernel
 from lowtide._runtime.fused.kernels import Kernels
 from lowtide._runtime.fused.program import Input, Part, part_of, program_of
-from lowtide._runtime.fused.source import THREADS, WIDTH
+from lowtide._runtime.fused.source import EACH, THREADS
 from lowtide._runtime.swap.cuda_driver import launch_address
 from lowtide._runtime.swap.quiet import quiet
 from lowtide._runtime.torch_build import build_gate
@@ -107,7 +107,7 @@ class Chains:
         self._links.clear()
         self._ready.clear()
         if self._kernels.device.type == "cuda":
-            library.lowtide_kernels_launch_by(launch_address(), THREADS, WIDTH)
+            library.lowtide_kernels_launch_by(launch_address(), THREADS, EACH)
         for name in ELEMENTWISE | GRADIENTS:
             packet, _, overload = name.partition(".")
             own = "" if overload == "default" else overload

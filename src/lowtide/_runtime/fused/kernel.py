@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from lowtide._runtime.fused.program import Made, Operand, Program, Read, Step
-from lowtide._runtime.fused.source import NAME, THREADS, WIDTH, source
+from lowtide._runtime.fused.source import EACH, NAME, THREADS, source
 from lowtide._runtime.swap.cuda_driver import launch
 
 ALIGNED = 16  # bytes
@@ -75,7 +75,7 @@ class _CudaKernel:
 
     def __call__(self, inputs: Tensors, outputs: Tensors, first: int, count: int) -> None:
         pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
-        blocks = -(-count // (THREADS * WIDTH))
+        blocks = -(-count // (THREADS * EACH))
         stream = torch.cuda.current_stream(self._device).cuda_stream
         here = self._device.index is None or self._device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self._device):
