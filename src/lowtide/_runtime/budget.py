@@ -61,7 +61,6 @@ _SMALLEST_SAVED = 1 << 14  # ... where values may also be dropped
 _FILE_SPEED = 1e9  # bytes a second, of a file on the disk
 _LARGE, _PIECE = 64 << 20, 512 << 20  # bytes: of a fast copy; of state that is stepped at once
 _UNKNOWN_SHARE, _KNOWN_SHARE = 0.5, 0.8  # of the room that may be used before all that can leaves
-_SPARE = 0.01  # of the budget that a plan leaves
 _LEAST_PAGED = 1 << 30  # bytes: of less, too much is lost in pages that are not full
 _LONG_ENOUGH = 12  # steps without a plan
 _PACED = 4  # steps without a plan that show how fast the host can be, beside a device
@@ -366,14 +365,14 @@ class Budgeted:
         assert dynamic is not None
         assert budget is not None
         self._live("planning the steps to come, which takes some seconds")
-        highest = None  # nothing lies between blocks, or nobody tells
-        if most is None and dynamic.cap.holds and not dynamic.cap.paged:
-            highest = int((1 - _SPARE) * budget)
+        highest = None
+        if most is None:
+            most, highest = dynamic.cap.left_to_plans(budget, dynamic.room.margin)
         machine = self._machine_on(observed.trace.device)
         return plan_by_tide(
             observed,
             machine,
-            limit=int((1 - _SPARE) * (budget - dynamic.room.margin)) if most is None else most,
+            limit=most,
             highest=highest,
             host_budget=self._host_budget or machine.host_bytes,
             smallest=_SMALLEST,

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 _FIRST_MARGIN, _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.01, 0.1  # of the budget
+_SPARE = 0.01  # ... that a plan leaves
 
 _PAGE = 20 << 20  # bytes that the allocator takes at once, beyond its limit if need be
 _SMALLEST = 256 << 20  # ... so that a smaller budget is not held by it
@@ -175,6 +176,16 @@ class Cap:
             self._flushes = flushes
             self._margin = min(_MOST_MARGIN, self._margin + _MORE_MARGIN)
         return int(self._margin * budget)
+
+    def left_to_plans(self, budget: int, margin: int) -> tuple[int, int | None]:
+        """Bytes that steps by a plan may hold, and how high their layout may be.
+
+        In pages hardly any are lost, so there is no `margin`: where blocks are so odd that more
+        are, their layout says how many, and the steps are planned anew. None: nothing lies between
+        blocks, or nobody tells.
+        """
+        most = int((1 - _SPARE) * (budget - (_PAGE if self.paged else margin)))
+        return most, int((1 - _SPARE) * budget) if self.holds and not self.paged else None
 
     def failures(self) -> int:
         """How often the allocator had nothing to give, also where a library made do without."""
