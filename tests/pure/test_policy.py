@@ -468,6 +468,19 @@ def test_free_reaches_what_the_link_allows() -> None:
     assert caught.value.smallest_bytes == slow.peak_bytes
 
 
+@pytest.mark.parametrize("speed", [700.0, 1e3, 2e3])
+def test_in_a_free_plan_copies_are_over_before_anybody_waits(speed: float) -> None:
+    trace, where = chain(12), machine(speed)
+    made = autoswap(trace, where, limit=None, mode="free", reach=Reach.ALL, smallest=1)
+    outcome = simulate(trace, where, made.swaps)
+    assert len(made.swaps) > 3 and outcome.stall_seconds == 0
+    for one, (_, left), (_, back) in zip(
+        made.swaps, outcome.out_spans, outcome.back_spans, strict=True
+    ):
+        for copied, position in ((left, one.release), (back, one.until)):
+            assert copied <= outcome.starts[position] - 0.02 * outcome.plain_seconds + 1e-9
+
+
 @pytest.mark.parametrize("speed", [400.0, 700.0, 1.0e3, 1.5e3])
 def test_free_allows_for_two_directions_that_slow_each_other_down(speed: float) -> None:
     have = [f"have s{i}:1000 | state" for i in range(6)]

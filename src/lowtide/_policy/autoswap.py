@@ -38,6 +38,7 @@ SCORES = (*PLAIN_SCORES, "bayes")
 BEST = "best"  # of a few scores, whichever comes out best
 _TRIED = {"limit": ("swdoa", "doa", "vote", "lead"), "free": ("swdoa", "lead")}
 FREE_RATIO = 1.005  # by plan; measured, a step that takes 1.01 of the plain one counts as free
+_AHEAD = 0.02  # of a step, that copies are over before anybody waits for them: no op is on time
 
 # By which shares of what swapping could save at most, or of the best found so far, it is tried.
 _COARSE = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.015)
@@ -193,7 +194,8 @@ def _free(problem: Problem, scorer: Scorer, aim: int) -> Trial:
         left, left_scores, waited = problem, scores, False
         for _ in range(4):
             chosen = choose(left, left_scores, aim).chosen
-            swaps = schedule(problem.stage, problem.machine, chosen, None, slack=slack)
+            ahead = _AHEAD * problem.clock.period
+            swaps = schedule(problem.stage, problem.machine, chosen, None, slack=slack, ahead=ahead)
             trial = try_swaps(problem, swaps)
             outcome = trial.outcome
             if outcome.seconds > FREE_RATIO * outcome.plain_seconds:

@@ -55,24 +55,30 @@ def schedule(
     Without a limit no op ever waits, as far as copies take `slack` times what the link says. With
     one, the load stays within it if that can be had from `chosen`, and compute waits where it
     must; memory to spare shortens stays, at their ends (`fetch_first`) before their beginnings.
-    There, values are back so many seconds `ahead` of their use. (With slack alone, those wanted
-    first are back much sooner than they must be, and lie in the way of others.)
+    Copies are over so many seconds `ahead` of when they must be, with a limit those back. (With
+    slack alone, those wanted first are back much sooner than they must be, and lie in the way of
+    others.)
     """
     grid, clock = stage.grid, stage.clock
     fitting = grid.fit(chosen)
     if limit is None:
-        return _without_waits(fitting, clock, grid, machine, slack)
+        return _without_waits(fitting, clock, grid, machine, slack, ahead)
     return _within(fitting, clock, grid, machine, stage.load, limit, slack, ahead, fetch_first)
 
 
 def _without_waits(
-    chosen: Sequence[Candidate], clock: Clock, grid: Grid, machine: Machine, slack: float
+    chosen: Sequence[Candidate],
+    clock: Clock,
+    grid: Grid,
+    machine: Machine,
+    slack: float,
+    ahead: float,
 ) -> list[Swap]:
     """Drop those whose copies cannot both be hidden, the worst ranked first, half at a time."""
     chosen = _within_a_step(chosen, clock, machine, slack)
     while True:
-        fetches = _fetches(chosen, clock, grid, machine, slack)
-        releases = _releases(chosen, fetches, clock, grid, machine, slack)
+        fetches = _fetches(chosen, clock, grid, machine, slack, ahead)
+        releases = _releases(chosen, fetches, clock, grid, machine, slack, ahead)
         late = [k for k in range(len(chosen)) if releases[k] >= fetches[k]]
         if not late:
             return _swaps(chosen, releases, fetches, clock.count)
@@ -188,6 +194,7 @@ def _releases(
     grid: Grid,
     machine: Machine,
     slack: float,
+    ahead: float = 0.0,
 ) -> list[int]:
     """The first allowed positions at which the copies out have ended, if nothing ever waits."""
     order = _in_order_wanted(chosen, fetches, clock.count)
@@ -200,7 +207,8 @@ def _releases(
             takes = slack * seconds(machine.out, chosen[k].bytes)
             free = ends[k] = max(clock.at(chosen[k].after + 1), free) + takes
     return [
-        grid.up(max(c.earliest, clock.first_from(end))) for c, end in zip(chosen, ends, strict=True)
+        grid.up(max(c.earliest, clock.first_from(end + ahead)))
+        for c, end in zip(chosen, ends, strict=True)
     ]
 
 
