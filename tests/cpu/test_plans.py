@@ -1,15 +1,19 @@
 """Plans of steps for which the host has little time or much."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lowtide._analyze.load import find_peak
-from lowtide._ir import Drop, Link, Machine, OpIndex, Plan, ValueId
+from lowtide._ir import Drop, Link, Machine, OpIndex, Plan, Trace, ValueId
+from lowtide._machine.link import slower
 from lowtide._policy.host import Host
 from lowtide._runtime import plans
 from lowtide._runtime.plans import _ACT_SECONDS, plan_by_swapping, plan_by_tide
 from lowtide._runtime.swap.script import Observed
+from lowtide._simulate.simulate import simulate
 from lowtide._trace.text import parse
 
 MIB = 1 << 20
@@ -106,6 +110,36 @@ def test_within_a_limit_the_host_is_part_of_the_time() -> None:
     assert at_ease < 1.2 * seconds
     late, swaps = planned(2 * seconds)
     assert late == pytest.approx(2 * seconds + 3 * swaps * _ACT_SECONDS)
+
+
+@pytest.mark.parametrize("policy", ["autoswap", "tide"])
+def test_plans_are_made_for_a_slower_link_and_timed_by_the_one_there_is(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr(plans, "_SECONDS", 0.2)
+    step = replace(observed(0.0), droppable=frozenset())
+    link = Link((1, 1 << 30), (1e-6, 0.16))
+    machine = Machine("test", 1 << 40, 1 << 40, link, link)
+    make, planned_for = getattr(plans, policy), []
+
+    def noted(trace: Trace, machine: Machine, **rest: Any) -> Plan:
+        planned_for.append(machine)
+        made: Plan = make(trace, machine, **rest)
+        return made
+
+    monkeypatch.setattr(plans, policy, noted)
+    plan: Plan | None
+    if policy == "autoswap":
+        plan = plan_by_swapping(step, machine, limit=40 * MIB, host_budget=1 << 40, smallest=MIB)
+    else:
+        plan = plan_by_tide(
+            step, machine, limit=40 * MIB, highest=None, host_budget=1 << 40, smallest=MIB
+        )
+    late = slower(link, 1.03)
+    assert planned_for[-1] == replace(machine, out=late, back=late)
+    assert plan is not None
+    assert plan.seconds == simulate(step.trace, machine, plan.swaps).seconds
+    assert plan.seconds < simulate(step.trace, planned_for[-1], plan.swaps).seconds
 
 
 def test_a_host_that_has_no_time_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:

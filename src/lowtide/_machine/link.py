@@ -31,6 +31,11 @@ def line(latency_seconds: float, bytes_per_second: float) -> Link:
     return Link(sizes, tuple(latency_seconds + size / bytes_per_second for size in sizes))
 
 
+def slower(link: Link, times: float) -> Link:
+    """One on which every copy takes so many times as long."""
+    return Link(link.bytes, tuple(times * one for one in link.seconds))
+
+
 def share_together(one: float, other: float, both: float) -> float:
     """The share of its speed that each way keeps while both are busy.
 

@@ -2,6 +2,10 @@
 
 Weights and gradients move only where no plan does without: state is idle for longer, and nobody
 but its optimizer looks at it. By swapping alone they do not: nobody sees then who writes to them.
+
+Plans are made for a link that is a little slower than it was measured to be, and timed by the one
+that there is. A plan uses up what time copies have; if they all take a little longer, so much
+longer is waited for the last of them, in every step. One that allows for it takes no longer.
 """
 
 from contextlib import suppress
@@ -10,6 +14,7 @@ from functools import partial
 
 from lowtide._analyze.load import find_peak
 from lowtide._ir import Machine, Plan, Trace
+from lowtide._machine.link import slower
 from lowtide._policy.autoswap import CannotFit, autoswap
 from lowtide._policy.candidates import Reach
 from lowtide._policy.host import Host
@@ -18,11 +23,14 @@ from lowtide._runtime.swap.lying import plan_with_layout
 from lowtide._runtime.swap.observe import movable_in, runtime_of
 from lowtide._runtime.swap.pace import paced
 from lowtide._runtime.swap.script import Observed
+from lowtide._simulate.remade import remade
+from lowtide._simulate.simulate import simulate
 
 _ACT_SECONDS = 45e-6  # of the host, for each part of a swap; seen beside an H200
 _BUSY = 0.9  # of a step: a device that computes for less waits for the host
 _BOUND = 0.95  # ... and for one that computes for more the host waits
 SWAPPING_SPARE = 0.005  # of a limit, by swapping alone: layouts show what else is missing
+_LATE = 1.03  # times what a copy takes alone
 _SECONDS, _PATIENCE = 2.0, 3.0  # of search for a better plan; times so many where it is tight
 
 
@@ -76,7 +84,7 @@ def _plan_by_tide(
         within = partial(
             tide,
             observed.trace,
-            machine,
+            _careful(machine),
             seconds=seconds,
             patience=_PATIENCE,
             runtime=runtime,
@@ -85,17 +93,30 @@ def _plan_by_tide(
         )
         with suppress(CannotFit):
             if highest is None:
-                return _as_measured(observed, within(limit=limit))
+                return _as_measured(observed, within(limit=limit), machine)
             plan = plan_with_layout(observed.trace, within, limit, highest)
-            return plan and _as_measured(observed, plan)
+            return plan and _as_measured(observed, plan, machine)
     return None
 
 
-def _as_measured(observed: Observed, plan: Plan) -> Plan:
+def _careful(machine: Machine) -> Machine:
+    return replace(machine, out=slower(machine.out, _LATE), back=slower(machine.back, _LATE))
+
+
+def _timed(plan: Plan, trace: Trace, machine: Machine) -> Plan:
+    """By the link that there is."""
+    if not plan.swaps:
+        return plan
+    outcome = simulate(remade(trace, plan.remakes).trace, machine, plan.swaps)
+    return replace(plan, seconds=outcome.seconds)
+
+
+def _as_measured(observed: Observed, plan: Plan, machine: Machine) -> Plan:
     """Where nothing is moved or dropped, ops run one by one, as in the step that was traced."""
     plain = observed.plain_seconds
-    is_plain = not plan.swaps and not plan.remakes
-    return replace(plan, plain_seconds=plain, seconds=plain if is_plain else plan.seconds)
+    if plan.swaps or plan.remakes:
+        return replace(_timed(plan, observed.trace, machine), plain_seconds=plain)
+    return replace(plan, plain_seconds=plain, seconds=plain)
 
 
 def plan_by_swapping(
@@ -131,7 +152,7 @@ def plan_by_swapping(
             return keep  # whatever else it does takes time
     plan = autoswap(
         trace,
-        machine,
+        _careful(machine),
         limit=limit,
         mode="free" if limit is None else "limit",
         host_budget=host_budget,
@@ -141,6 +162,7 @@ def plan_by_swapping(
         positions=sorted(set(observed.positions)),
         smallest=smallest,
     )
+    plan = _timed(plan, trace, machine)
     return replace(plan, seconds=max(plan.seconds, host.step_seconds((), plan.swaps)))
 
 
