@@ -14,7 +14,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,7 @@ def main() -> None:
     kind, *rest = json.loads(line)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        with nullcontext() if kind == "compile" else TURN.taken():
-            TASKS[kind](*rest)
+        TASKS[kind](*rest)
     except Exception as error:  # noqa: BLE001 - that, too, is a result
         say({"error": in_a_line(error)})
 
@@ -94,6 +92,7 @@ def summed_up(times: list[float]) -> dict[str, Any]:
 def warm() -> None:
     """Whatever is built or measured once on a machine, before anything is timed."""
     began = time.perf_counter()
+    TURN.have(alone=True)  # the link, too, is measured now
     with torch.device("cuda"):
         layers = [part for _ in range(8) for part in (nn.Linear(512, 512), nn.GELU())]
         model = nn.Sequential(*layers)
@@ -111,6 +110,7 @@ def warm() -> None:
 
 def once(name: str, method: str) -> None:
     """A method that knows no budget."""
+    TURN.have(alone=False)
     subject = build(name, method)
     around = context_of(method)
 
@@ -121,6 +121,8 @@ def once(name: str, method: str) -> None:
     with peaks() as look:
         for _ in range(WARM):
             step()
+        torch.cuda.synchronize()
+        TURN.have(alone=True)
         say({**summed_up(timed(step)), **look()})
 
 
@@ -150,24 +152,34 @@ def tide(name: str, budgets: list[tuple[str, int]]) -> None:
     after, in this process.
     """
     for label, budget in budgets:
+        TURN.have(alone=False)
         subject = build(name)
         step = step_of(name, subject)
         row: dict[str, Any] = {"budget_bytes": budget}
-        before = plain_times(step) if label == FULL else []
+        before = beside(step) if label == FULL else []
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always", lowtide.LowtideWarning)
                 under(budget, subject, step, row, trace_path(os.environ.get(TRACES, ""), name))
             if before:
-                row["beside_seconds"] = statistics.median([*before, *plain_times(step)])
+                row["beside_seconds"] = statistics.median([*before, *beside(step)])
         except (RuntimeError, lowtide.LowtideError) as error:
             row["leaving" if "seconds" in row else "error"] = in_a_line(error)
+        torch.cuda.synchronize()
+        TURN.have(None)
         if told:
             row["told"] = [str(one.message) for one in told]
         say(row)
         if "error" in row or "leaving" in row:
             return
         del subject, step
+
+
+def beside(step: Step) -> list[float]:
+    """Seconds of plain steps."""
+    torch.cuda.synchronize()
+    with TURN.taken():
+        return plain_times(step)
 
 
 def under(
@@ -182,9 +194,19 @@ def under(
         again = stopwatch(planned.replans, "_plan")
         for who in (planned, planned.replans):
             TURN.lend_during(who, "_plan", torch.cuda.synchronize)
-        step()
+
+        def step_in_turn() -> None:
+            alone = counts(planned)
+            TURN.have(alone)
+            step()
+            if not alone:
+                torch.cuda.synchronize()
+                TURN.have(None)
+
+        step_in_turn()
         first = look()
-        settle(fitted, step)
+        settle(fitted, step_in_turn)
+        TURN.have(alone=True)
         before = budgeted.dynamic_summary()
         torch.cuda.reset_peak_memory_stats()  # `look` knows of those before
         times = timed(step)
@@ -209,6 +231,17 @@ def under(
         script = planned.main_script()
         if script is not None and path is not None and not path.with_suffix(".trace").exists():
             write_trace(script.observed, budgeted._machine, path)
+
+
+def counts(planned: Any) -> bool:
+    """Whether something is made of how long the next step takes: it may be traced, or judged.
+
+    Not the first, nor those by a plan that has yet to settle.
+    """
+    script = planned.following.script
+    if script is None:
+        return bool(planned.modes)
+    return bool(script.settled or script.judged)
 
 
 def settle(fitted: Any, step: Step) -> None:
@@ -278,6 +311,7 @@ def same(name: str) -> None:
     def losses(subject: Subject) -> list[float]:
         return [loss.item() for loss in [subject.step(batch) for _ in range(STEPS)]]
 
+    TURN.have(alone=False)
     with peaks() as look:
         plain = losses(build(name))
         most = look()["peak_bytes"]

@@ -55,10 +55,8 @@ def main() -> None:
     if options.task:
         import torch  # noqa: F401 - before the turn
 
-        turn = Turn()
-        with turn.taken():
-            for found in measure(turn, *json.loads(options.task)):
-                print(json.dumps(found), flush=True)
+        for found in measure(Turn(), *json.loads(options.task)):
+            print(json.dumps(found), flush=True)
         return
     from machine import machine_facts
     from subjects import TIDY
@@ -140,6 +138,7 @@ def measure(
 
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(0)
+    turn.have(alone=False)
     entry = TIDY[name]
     subject = entry.make()
 
@@ -149,6 +148,7 @@ def measure(
     if method == "lowtide":
         observed: list[Any] = []
         plain: list[list[float]] = []
+        turn.have(alone=True)
         for budget in budgets:
             yield under(budget, subject, step, observed, plain, turn, trace_path(traces, name))
         return
@@ -160,6 +160,8 @@ def measure(
 
     for _ in range(WARM):
         step_inside()
+    torch.cuda.synchronize()
+    turn.have(alone=True)
     yield measured(step_inside)
 
 

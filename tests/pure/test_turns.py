@@ -68,6 +68,42 @@ def test_who_plans_lends_it(turns: list[Turn]) -> None:
     assert (planning.most, computing.most) == (3, 1)
 
 
+def test_who_shares_does_not_pass_who_waits_to_be_alone(turns: list[Turn]) -> None:
+    first, alone, later = turns
+    order: list[str] = []
+
+    def use(turn: Turn, name: str, *, is_alone: bool) -> None:
+        with turn.taken(alone=is_alone):
+            order.append(name)
+
+    first.have(alone=False)
+    waiting = threading.Thread(target=lambda: use(alone, "alone", is_alone=True))
+    waiting.start()
+    time.sleep(0.2)
+    sharing = threading.Thread(target=lambda: use(later, "later", is_alone=False))
+    sharing.start()
+    time.sleep(0.2)
+    order.append("first")
+    first.have(None)
+    waiting.join()
+    sharing.join()
+    assert order == ["first", "alone", "later"]
+
+
+def test_who_had_it_before_has_it_again(turns: list[Turn]) -> None:
+    watch = Watch()
+
+    def use(turn: Turn) -> None:
+        with turn.taken(alone=False):
+            with turn.taken():
+                watch.work()
+            turn.have(alone=True)
+            watch.work()
+
+    in_threads(*(lambda turn=turn: use(turn) for turn in turns))
+    assert watch.most == 1
+
+
 def test_alone_on_a_machine_it_always_has_it() -> None:
     assert VARIABLE not in os.environ
     with Turn().taken(), Turn().taken():
