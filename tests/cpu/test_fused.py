@@ -264,7 +264,7 @@ def test_steps_hold_no_more_than_is_planned(
     script = planned_of(made[0]).main_script()
     assert script is not None and on_cpu[0].right
     most = script.plan.peak_bytes + (1 << 17)
-    compared = 4096 * 64 * 2  # what a kernel for ops of backward makes, beside what they make
+    compared = 2 * 4096 * 64 * 2  # what a kernel for ops of backward makes, beside what they make
     assert max(ours.peaks[5:8]) <= most + compared
     assert max(ours.peaks[8:]) <= most
 

@@ -7,12 +7,25 @@ from typing import Any
 import pytest
 
 from lowtide._analyze.load import find_peak
-from lowtide._ir import Drop, Link, Machine, OpIndex, Plan, Trace, ValueId
+from lowtide._ir import (
+    Drop,
+    GeometryId,
+    Hold,
+    Link,
+    Machine,
+    Operand,
+    OpIndex,
+    Plan,
+    Remake,
+    Rerun,
+    Trace,
+    ValueId,
+)
 from lowtide._machine.link import slower
 from lowtide._policy.host import Host
 from lowtide._runtime import plans
 from lowtide._runtime.plans import _ACT_SECONDS, plan_by_swapping, plan_by_tide
-from lowtide._runtime.swap.script import Observed
+from lowtide._runtime.swap.script import ASKED, Observed, write_script
 from lowtide._simulate.simulate import simulate
 from lowtide._trace.text import parse
 
@@ -172,3 +185,36 @@ def test_a_host_that_has_no_time_is_asked_for_less(monkeypatch: pytest.MonkeyPat
     count = sum(isinstance(one, Drop) for one in found.remakes)
     assert found.seconds == pytest.approx(0.1 + count * act), "no faster than it is asked for"
     assert planned(Host(0.1, 0.0, act, (14 * MIB,))) is None, "nothing is so large"
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_is_held_goes_before_what_runs_again_or_after_it_as_planned(is_before: bool) -> None:
+    trace = parse("""
+        a x:8 -> p:64
+        b p   -> h:64
+        c h   -> k:64
+        d k   -> y:8
+        e k y -> g:8 | backward
+        f h g -> z:8 | backward
+        save h | packed=1 unpacked=5
+        save k | packed=2 unpacked=4
+    """)
+    _, p, h, k = (ValueId(v) for v in range(4))
+    a, b, *others = trace.ops
+    trace = replace(trace, ops=(a, replace(b, operands=(Operand(p, GeometryId(0)),)), *others))
+    count = len(trace.ops)
+    step = replace(
+        observed(0.0),
+        trace=trace,
+        codes=tuple(ASKED + i for i in range(count)),
+        positions=tuple(OpIndex(i) for i in range(count)),
+        saves={h: 0, k: 1},
+        numbers=tuple(range(count)),
+    )
+    goes = Drop(OpIndex(5), p)
+    first, second = (Rerun(OpIndex(5), OpIndex(op)) for op in (0, 1))
+    again: tuple[Remake, ...] = (goes, first, second) if is_before else (second, goes)
+    remakes = (Hold(OpIndex(1), p), Drop(OpIndex(3), h), *again)
+    script = write_script(step, Plan((), 1000, 1.0, 1000, 1.0, remakes=remakes))
+    held = ((1, 0),)  # what the second op reads
+    assert script.lets_go == {5: (held, ()) if is_before else ((), held)}

@@ -223,13 +223,16 @@ def _write_holds(
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Places, Places]]]:
     """From the last op on that reads it and is written down, until the event after its end.
 
-    What runs again then may need it, unless its end comes before.
+    What runs again then may need it, unless its end comes before that.
     """
     uses = accesses(observed.trace) if any(isinstance(one, Hold) for one in plan.remakes) else ()
     places: dict[ValueId, tuple[int, int]] = {}  # what is held -> by which op, as which source
     lets_go: dict[int, tuple[Places, Places]] = {}
+    begun = -1  # the position before which something runs again already
     for one in plan.remakes:
-        if isinstance(one, Hold):
+        if isinstance(one, Rerun):
+            begun = one.before
+        elif isinstance(one, Hold):
             for reader in sorted(uses[one.value], reverse=True):
                 op = observed.trace.ops[reader]
                 read = [operand.value for operand in op.operands]
@@ -241,7 +244,8 @@ def _write_holds(
             at = bisect_left(observed.positions, one.before)
             held = places[one.value]
             before, after = lets_go.get(at, ((), ()))
-            if at < len(observed.positions) and one.before < observed.positions[at]:
+            is_between = at < len(observed.positions) and one.before < observed.positions[at]
+            if is_between or one.before != begun:
                 lets_go[at] = (*before, held), after  # nothing that runs again then reads it
             else:
                 lets_go[at] = before, (*after, held)
