@@ -1,5 +1,6 @@
 """Times that a GPU has told, corrected where the host came late: no GPU is needed for that."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lowtide._trace.text import parse
 MIB = 1 << 20
 
 
-def corrected(late: dict[int, float]) -> list[float]:
+def corrected(late: dict[int, float], slow: Iterable[int] = ()) -> list[float]:
     """Of three ops: one that is alone of its kind, and two that are alike."""
     trace = parse(
         f"""
@@ -22,7 +23,7 @@ def corrected(late: dict[int, float]) -> list[float]:
     )
     probe: Any = CudaProbe.__new__(CudaProbe)
     probe._spans = dict.fromkeys(range(len(trace.ops)))
-    probe._late = late
+    probe._late, probe._slow = late, set(slow)
     ops = list(trace.ops)
     probe._correct(trace, ops)
     return [op.seconds for op in ops]
@@ -34,6 +35,12 @@ def test_where_the_host_is_in_time_nothing_is_corrected() -> None:
 
 def test_what_the_host_was_late_is_not_the_ops() -> None:
     assert corrected({1: 100e-6})[1] == pytest.approx(400e-6)
+
+
+def test_what_a_slow_host_has_not_queued_in_time_takes_as_long_as_others_do() -> None:
+    assert corrected({}, [0]) == pytest.approx([90e-6, 500e-6, 90e-6])
+    assert corrected({}, [2])[2] == pytest.approx(90e-6), "it waited for nobody"
+    assert corrected({}, [1])[1] == pytest.approx(500e-6), "there is no other"
 
 
 def test_nothing_is_free() -> None:

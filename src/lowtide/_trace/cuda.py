@@ -3,7 +3,8 @@
 Times. A kernel timed between two events also shows the gap in which the GPU waited for the host.
 So each op is preceded by a short spin on the GPU, during which the host queues event, kernels
 and event; they then run back to back. What an empty pair of events shows is subtracted. An op for
-which the allocator had to ask the driver for memory is taken for as long as others of its kind.
+which the allocator had to ask the driver for memory, or that the host had not queued in time, is
+taken for as long as others of its kind.
 
 Memory. The allocator's own history gives every allocation in order; its counters, read around
 each op, tell which of them fell into the op. Peak statistics are not touched.
@@ -49,6 +50,7 @@ class CudaProbe:
         self._began = 0.0
         self._moved = 0  # what the allocator had done to get memory, before the op
         self._late: dict[int, float] = {}  # by how much the host came too late, where it did more
+        self._slow: set[int] = set()  # ops that it had not queued yet when the spin was over
         self._events: dict[int, _Event] = {}
         self._ranges: dict[int, tuple[int, int]] = {}  # op -> allocator events before and after
         self._own: list[tuple[int, int]] = []  # allocator events that are none of the program's
@@ -95,6 +97,8 @@ class CudaProbe:
         self._ranges[op] = self._ranges[op][0], count
         if op in self._spans and moved != self._moved:
             self._late[op] = max(0.0, took - spun)
+        elif op in self._spans and took > spun:
+            self._slow.add(op)
 
     def begin_own(self, *, anew: bool = False) -> None:
         """What is allocated from now on is none of the program's. `anew`: nobody else is at it."""
@@ -149,14 +153,16 @@ class CudaProbe:
         return float(median(start.elapsed_time(end) for start, end in pairs)) / 1e3
 
     def _correct(self, trace: Trace, ops: list[Op]) -> None:
-        """The times of ops in which the allocator was at work.
+        """The times of ops in which the allocator was at work, or for which the host was slow.
 
-        None of them is faster than the fastest of the others moves its bytes: nothing is free.
+        Those take as long as others of their kind. Where there is none, the host's part in what the
+        allocator did is taken away. But no op is faster than the fastest of the others moves its
+        bytes: nothing is free.
         """
         kinds: dict[tuple[str, ...], list[float]] = defaultdict(list)
         fastest = 0.0  # bytes a second
         for i in self._spans:
-            if i not in self._late:
+            if i not in self._late and i not in self._slow:
                 kinds[_kind(trace, ops[i])].append(ops[i].seconds)
                 moved = _moved(trace, ops[i])
                 if moved >= _LARGE and ops[i].seconds:
@@ -166,6 +172,10 @@ class CudaProbe:
             least = _moved(trace, ops[i]) / fastest if fastest else 0.0
             seconds = median(alike) if alike else max(least, ops[i].seconds - late)
             ops[i] = replace(ops[i], seconds=seconds)
+        for i in self._slow:
+            alike = kinds.get(_kind(trace, ops[i]))
+            if alike:  # else nobody knows whether the device had waited for the host
+                ops[i] = replace(ops[i], seconds=min(ops[i].seconds, median(alike)))
 
     def _counts(self) -> tuple[int, int]:
         """Allocations and frees so far, and a figure that changes when memory is got for them."""
