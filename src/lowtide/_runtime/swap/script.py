@@ -141,7 +141,10 @@ def write_script(given: Observed, plan: Plan, room: int = 0) -> Script:
         found[event(swap.after + 1)].append(Action(Act.LEAVE, who, place))
         found[event(swap.release)].append(Action(Act.RELEASE, who))
         if swap.fetch < swap.until:  # else whoever asks for it fetches it
-            found[event(swap.fetch)].append(Action(Act.FETCH, who))
+            at = event(swap.fetch)
+            if at == 0 and len(found) > 1 and observed.positions[1] < swap.until % count:
+                at = 1  # a step begins before the program has let go of its gradients
+            found[at].append(Action(Act.FETCH, who))
         if swap.value in observed.guests:
             last = bisect_right(observed.positions, swap.until % count) - 1
             found[last].append(Action(Act.HAVE, who))
@@ -190,8 +193,9 @@ def _write_drops(
 ) -> frozenset[int]:
     """At the last event in time, unless it is used after that: then at the next one.
 
-    Before or after what runs again at that event, which may read it, as the plan says. Those that
-    are `among` it, by their places in the plan, are in `reruns` already.
+    Of several before one op at the first: there, others may come back for that op. Before or after
+    what runs again at that event, which may read it, as the plan says. Those that are `among` it,
+    by their places in the plan, are in `reruns` already.
     """
     begins = {observed.positions[event]: event for event in reruns}
     uses = [sorted(touched) for touched in accesses(observed.trace)]
@@ -204,7 +208,9 @@ def _write_drops(
             continue
         touched = uses[drop.value]
         last = touched[max(0, bisect_left(touched, drop.before) - 1)]
-        at = bisect_right(observed.positions, drop.before) - 1
+        at = bisect_left(observed.positions, drop.before)
+        if observed.positions[at : at + 1] != (drop.before,):
+            at -= 1
         at = begins.get(drop.before, at)
         if at < 0 or observed.positions[at] <= last:
             at += 1
