@@ -25,7 +25,7 @@ from lowtide._machine.link import slower
 from lowtide._policy.host import Host
 from lowtide._runtime import plans
 from lowtide._runtime.plans import _ACT_SECONDS, plan_by_swapping, plan_by_tide
-from lowtide._runtime.swap.script import ASKED, Observed, write_script
+from lowtide._runtime.swap.script import ASKED, BEGIN, Act, Observed, write_script
 from lowtide._simulate.simulate import simulate
 from lowtide._trace.text import parse
 
@@ -202,14 +202,13 @@ def test_what_is_held_goes_before_what_runs_again_or_after_it_as_planned(is_befo
     _, p, h, k = (ValueId(v) for v in range(4))
     a, b, *others = trace.ops
     trace = replace(trace, ops=(a, replace(b, operands=(Operand(p, GeometryId(0)),)), *others))
-    count = len(trace.ops)
     step = replace(
         observed(0.0),
         trace=trace,
-        codes=tuple(ASKED + i for i in range(count)),
-        positions=tuple(OpIndex(i) for i in range(count)),
+        codes=(BEGIN, 64, 64, ASKED + 1, ASKED),
+        positions=tuple(OpIndex(i) for i in (0, 1, 2, 4, 5)),
         saves={h: 0, k: 1},
-        numbers=tuple(range(count)),
+        numbers=tuple(range(len(trace.ops))),
     )
     goes = Drop(OpIndex(5), p)
     first, second = (Rerun(OpIndex(5), OpIndex(op)) for op in (0, 1))
@@ -217,4 +216,32 @@ def test_what_is_held_goes_before_what_runs_again_or_after_it_as_planned(is_befo
     remakes = (Hold(OpIndex(1), p), Drop(OpIndex(3), h), *again)
     script = write_script(step, Plan((), 1000, 1.0, 1000, 1.0, remakes=remakes))
     held = ((1, 0),)  # what the second op reads
-    assert script.lets_go == {5: (held, ()) if is_before else ((), held)}
+    assert script.lets_go == {4: (held, ()) if is_before else ((), held)}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_drops_are_the_first_at_their_op_but_not_before_what_they_drop_is_saved(late: bool) -> None:
+    trace = parse("""
+        a x:8 -> h:64
+        b h   -> y:8
+        c y   -> k:64
+        d k   -> z:8
+        e k h -> g:8 | backward
+        save h | packed=0 unpacked=4
+        save k | packed=2 unpacked=4
+    """)
+    _, h, _, k = (ValueId(v) for v in range(4))
+    step = replace(
+        observed(0.0),
+        trace=trace,
+        codes=(BEGIN, 8, 64, 64, ASKED + 1, ASKED)
+        if late
+        else (BEGIN, 64, 8, 64, ASKED + 1, ASKED),
+        positions=tuple(OpIndex(i) for i in (0, 3, 3, 3, 4, 4)),
+        saves={h: 1 if late else 0, k: 2},
+        numbers=tuple(range(len(trace.ops))),
+    )
+    remakes = (Drop(OpIndex(3), h), Rerun(OpIndex(4), OpIndex(0)))
+    script = write_script(step, Plan((), 1000, 1.0, 1000, 1.0, remakes=remakes))
+    drops = [at for at, some in enumerate(script.actions) if any(a.act is Act.DROP for a in some)]
+    assert drops == [2 if late else 1]

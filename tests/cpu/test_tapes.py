@@ -526,10 +526,7 @@ def test_what_was_rehearsed_twice_alike_is_a_tape(monkeypatch: pytest.MonkeyPatc
     def other(self: Rehearsal, *given: Any) -> rehearsal.Tape:
         found = end(self, *given)
         count[0] += 1
-        words = (*found.words, count[0])
-        return rehearsal.Tape(
-            words, found.bytes, found.ops, found.saves, found.lent, found.kernels, found.seconds
-        )
+        return replace(found, words=(*found.words, count[0]))
 
     monkeypatch.setattr(Rehearsal, "end", other)
     row = Trained()

@@ -315,14 +315,14 @@ class Planned:
             self.tapes.log.at = at
             if script.actions[at] or at in script.reruns:
                 self.tracing.finish_chain()
-            only_drops = self.tapes.on and at not in script.reruns
-            if only_drops:  # before anything comes back
+            has_let_go = self.tapes.only_lets_go(at)
+            if has_let_go:  # before anything comes back
                 self.tapes.happen(at)
             if script.actions[at] or following.late:
                 with self.replans.acts as acts:
                     following.act(script.actions[at])
                 acts.count += len(script.actions[at])
-            if self.tapes.on and not only_drops:
+            if self.tapes.on and not has_let_go:
                 self.tapes.happen(at)
             if not self.tapes.on and (at in script.reruns or at in script.lets_go):
                 with self.replans.reruns as reruns:

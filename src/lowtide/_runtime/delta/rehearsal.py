@@ -59,6 +59,7 @@ class Tape:
     saves: Mapping[int, int]  # that are kept natively: their number in the step -> the value
     lent: frozenset[int]  # saves that Python moves, and from which dropped values are made
     kernels: tuple[TapedKernel, ...]
+    lets_go: frozenset[int]  # events at which nothing is made or brought
     seconds: float = field(compare=False)  # that all that runs again takes
 
 
@@ -237,7 +238,12 @@ class _Writer:
         words += [len(self._seen.done), *events]
         kernels, lent = tuple(self._kernels), frozenset(self._lent)
         seconds = sum(one.seconds for done in self._seen.done.values() for one in done)
-        return Tape(tuple(words), sizes, ops, saves, lent, kernels, seconds)
+        lets_go = frozenset(
+            at
+            for at, done in self._seen.done.items()
+            if all(one.what in (Do.DROP, Do.LET_GO) for one in done)
+        )
+        return Tape(tuple(words), sizes, ops, saves, lent, kernels, lets_go, seconds)
 
     def _id(self, value: Value) -> int:
         found = self._values.get(id(value))

@@ -137,6 +137,10 @@ class Tapes:
         """What of this step the tape does."""
         return self._of.taped if self.on else None
 
+    def only_lets_go(self, at: int) -> bool:
+        """Whether the tape does nothing at that event but let go of values."""
+        return self.on and self._put is not None and at in self._put.lets_go
+
     def end(self, *, as_planned: bool) -> bool:
         """A step has ended, as it was planned or otherwise. Whether it was a rehearsal."""
         self.finish()

@@ -9,7 +9,7 @@ from lowtide._runtime.fused.program import GRADIENTS, Input, Made, Program, Read
 from lowtide._runtime.swap.quiet import quiet
 
 COMPARED = 1 << 19  # elements at once
-_TRIED, _FARTHEST = 1 << 12, 1 << 20  # elements that are tried, and the place of the last
+_TRIED, _FARTHEST = 4113, 1 << 20  # elements that are tried (no whole blocks), and the last's place
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 

@@ -199,6 +199,7 @@ def _write_drops(
     """
     begins = {observed.positions[event]: event for event in reruns}
     uses = [sorted(touched) for touched in accesses(observed.trace)]
+    saved_at = [event for event, code in enumerate(observed.codes) if code >= 0]
     dropped = set()
     for place, drop in enumerate(plan.remakes):
         if not isinstance(drop, Drop) or drop.value not in observed.saves:
@@ -212,6 +213,7 @@ def _write_drops(
         if observed.positions[at : at + 1] != (drop.before,):
             at -= 1
         at = begins.get(drop.before, at)
+        at = max(at, saved_at[observed.saves[drop.value]])
         if at < 0 or observed.positions[at] <= last:
             at += 1
         if at < len(found):
