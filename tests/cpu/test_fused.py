@@ -29,6 +29,7 @@ from lowtide._runtime.delta.recipe import Call, Value
 from lowtide._runtime.delta.record import Captor, known
 from lowtide._runtime.delta.replay import Replayer
 from lowtide._runtime.fused import groups, kernels
+from lowtide._runtime.fused.chains import Chains
 from lowtide._runtime.fused.groups import Fuser, Group
 from lowtide._runtime.fused.kernel import make_kernel
 from lowtide._runtime.fused.program import Input, Made, Program, Read, Step
@@ -257,6 +258,13 @@ def test_steps_hold_no_more_than_is_planned(
     monkeypatch.setattr("lowtide._runtime.fused.kernel._PORTION", 1 << 8)  # which takes some, too
     monkeypatch.setattr("lowtide._runtime.delta.replans.judge", lambda _: Verdict.WAIT)
     monkeypatch.setattr("lowtide._runtime.plans._SECONDS", 0.2)
+    compared, prove = [0], Chains._prove  # what kernels for backward make, beside what its ops make
+
+    def noted(chains: Chains, number: int, rows: Sequence[torch.Tensor], made: Any) -> None:
+        compared.append(sum(row.nbytes for row in rows))
+        prove(chains, number, rows, made)
+
+    monkeypatch.setattr(Chains, "_prove", noted)
     plain = run(build, 10)
     with entered() as made:
         ours = run(build, 10, int(share * max(plain.peaks)), policy="tide")
@@ -264,8 +272,7 @@ def test_steps_hold_no_more_than_is_planned(
     script = planned_of(made[0]).main_script()
     assert script is not None and on_cpu[0].right
     most = script.plan.peak_bytes + (1 << 17)
-    compared = 2 * 4096 * 64 * 2  # what a kernel for ops of backward makes, beside what they make
-    assert max(ours.peaks[5:8]) <= most + compared
+    assert max(ours.peaks[5:8]) <= most + max(compared)
     assert max(ours.peaks[8:]) <= most
 
 

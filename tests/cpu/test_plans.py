@@ -1,6 +1,6 @@
 """Plans of steps for which the host has little time or much."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,6 +187,20 @@ def test_a_host_that_has_no_time_is_asked_for_less(monkeypatch: pytest.MonkeyPat
     assert planned(Host(0.1, 0.0, act, (14 * MIB,))) is None, "nothing is so large"
 
 
+def seen(
+    trace: Trace, codes: tuple[int, ...], positions: Sequence[int], saves: dict[ValueId, int]
+) -> Observed:
+    """A step with these events."""
+    return replace(
+        observed(0.0),
+        trace=trace,
+        codes=codes,
+        positions=tuple(map(OpIndex, positions)),
+        saves=saves,
+        numbers=tuple(range(len(trace.ops))),
+    )
+
+
 @pytest.mark.parametrize("is_before", [True, False])
 def test_what_is_held_goes_before_what_runs_again_or_after_it_as_planned(is_before: bool) -> None:
     trace = parse("""
@@ -202,14 +216,8 @@ def test_what_is_held_goes_before_what_runs_again_or_after_it_as_planned(is_befo
     _, p, h, k = (ValueId(v) for v in range(4))
     a, b, *others = trace.ops
     trace = replace(trace, ops=(a, replace(b, operands=(Operand(p, GeometryId(0)),)), *others))
-    step = replace(
-        observed(0.0),
-        trace=trace,
-        codes=(BEGIN, 64, 64, ASKED + 1, ASKED),
-        positions=tuple(OpIndex(i) for i in (0, 1, 2, 4, 5)),
-        saves={h: 0, k: 1},
-        numbers=tuple(range(len(trace.ops))),
-    )
+    codes = BEGIN, 64, 64, ASKED + 1, ASKED
+    step = seen(trace, codes, (0, 1, 2, 4, 5), {h: 0, k: 1})
     goes = Drop(OpIndex(5), p)
     first, second = (Rerun(OpIndex(5), OpIndex(op)) for op in (0, 1))
     again: tuple[Remake, ...] = (goes, first, second) if is_before else (second, goes)
@@ -231,16 +239,9 @@ def test_drops_are_the_first_at_their_op_but_not_before_what_they_drop_is_saved(
         save k | packed=2 unpacked=4
     """)
     _, h, _, k = (ValueId(v) for v in range(4))
-    step = replace(
-        observed(0.0),
-        trace=trace,
-        codes=(BEGIN, 8, 64, 64, ASKED + 1, ASKED)
-        if late
-        else (BEGIN, 64, 8, 64, ASKED + 1, ASKED),
-        positions=tuple(OpIndex(i) for i in (0, 3, 3, 3, 4, 4)),
-        saves={h: 1 if late else 0, k: 2},
-        numbers=tuple(range(len(trace.ops))),
-    )
+    first = (8, 64) if late else (64, 8)
+    codes = BEGIN, *first, 64, ASKED + 1, ASKED
+    step = seen(trace, codes, (0, 3, 3, 3, 4, 4), {h: 1 if late else 0, k: 2})
     remakes = (Drop(OpIndex(3), h), Rerun(OpIndex(4), OpIndex(0)))
     script = write_script(step, Plan((), 1000, 1.0, 1000, 1.0, remakes=remakes))
     drops = [at for at, some in enumerate(script.actions) if any(a.act is Act.DROP for a in some)]

@@ -189,12 +189,11 @@ def _lowest_free(problem: Problem, score: str, limit: int) -> Trial:
 def _free(problem: Problem, scorer: Scorer, aim: int) -> Trial:
     """Aim at one peak without waiting; what could not be hidden makes way for others."""
     best = try_swaps(problem, ())
-    scores = scorer(aim)
+    scores, ahead = scorer(aim), _AHEAD * problem.clock.period
     for slack in sorted({1.0, 1 / problem.machine.together}):
         left, left_scores, waited = problem, scores, False
         for _ in range(4):
             chosen = choose(left, left_scores, aim).chosen
-            ahead = _AHEAD * problem.clock.period
             swaps = schedule(problem.stage, problem.machine, chosen, None, slack=slack, ahead=ahead)
             trial = try_swaps(problem, swaps)
             outcome = trial.outcome

@@ -342,6 +342,8 @@ class Planned:
         if actions is None or following.script is None:
             self.mode = Mode.DEPARTED
             self._let_go()
+            with self.room.lock:
+                self.room.adopt()  # what it has kept natively may have to leave
             return
         self.holds.begin(following.script.holds)
         following.act(actions)
