@@ -1,6 +1,8 @@
 """Times that a GPU has told, corrected where the host came late: no GPU is needed for that."""
 
+import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,3 +48,17 @@ def test_what_a_slow_host_has_not_queued_in_time_takes_as_long_as_others_do() ->
 def test_nothing_is_free() -> None:
     """The fastest of the others moved 192 MiB in 90 us."""
     assert corrected({1: 1.0})[1] == pytest.approx(90e-6 * (64 + 128) / (128 + 64))
+
+
+@pytest.mark.parametrize("took", [0.0, 1.0])
+def test_a_host_is_slow_that_takes_longer_than_the_device_spins(took: float) -> None:
+    probe: Any = CudaProbe.__new__(CudaProbe)
+    event = SimpleNamespace(record=lambda: None)
+    probe._spans, probe._ranges = {0: (event, event)}, {0: (0, 0)}
+    probe._cycles, probe._took, probe._late, probe._slow = {"f": 1 << 40}, {}, {}, set()
+    if took:
+        del probe._cycles["f"]
+    probe._moved, probe._counts = 0, lambda: (0, 0)
+    probe._began = time.perf_counter() - took
+    probe.end(0, "f")
+    assert probe._slow == ({0} if took else set()) and not probe._late

@@ -536,6 +536,18 @@ def test_what_was_rehearsed_twice_alike_is_a_tape(monkeypatch: pytest.MonkeyPatc
         assert not dynamic_of(tide).tapes.steps and count[0] > 2
 
 
+def test_a_tape_knows_where_it_only_lets_go(slow: None) -> None:
+    row = Trained()
+    with lowtide.fit(row.model, row.optimizer, budget=0.7) as tide:
+        for _ in range(STEPS + 2):
+            row.step()
+        dynamic = dynamic_of(tide)
+        assert dynamic.planned is not None and dynamic.tapes.steps
+        script, tape = dynamic.planned.following.script, dynamic.tapes._put
+        assert script is not None and tape is not None
+        assert tape.lets_go and script.reruns and not tape.lets_go & set(script.reruns)
+
+
 def test_a_step_that_cannot_be_taped_is_made_by_python(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
